@@ -1,0 +1,182 @@
+"""Time, memory and peak of one decode step, ours beside transformers' caches, interleaved step by step.
+
+The caches are filled with random states (a step's time does not depend on values); then every cache takes a step in
+turn, so that noise on the machine meets all alike. Ratios are of medians.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import Cache
+
+from ..cache import make_cache
+from ..compat import CACHE_ARG
+from ..report import format_bytes, measure
+from .peak import peak_growth
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """One cache at one context length. Seconds and bytes; ratios against DynamicCache and an exact StaticCache."""
+
+    cache: str
+    context: int
+    step_s: float
+    worst_step_s: float
+    vs_dynamic: float
+    vs_static: float | None
+    held_bytes: int
+    peak_bytes: int | None
+    stored_bytes: int
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """Peak in one step that grows the cache, over the bytes of the tokens themselves."""
+        return None if self.peak_bytes is None else self.peak_bytes / self.stored_bytes
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """All rows of a run, and what they were measured on."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    steps: int
+    rows: tuple[DecodeRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"rows": [asdict(row) | {"peak_ratio": row.peak_ratio} for row in self.rows]}
+
+    def table(self) -> Table:
+        """A rich table, one line a cache and context."""
+        title = f"decode step: {self.model}, {self.dtype}, {self.device}, {self.threads} threads, {self.steps} steps"
+        table = Table(title=title)
+        for column in ("context", "cache", "median step", "worst step", "/ dynamic", "/ static", "held", "peak/stored"):
+            table.add_column(column, justify="left" if column == "cache" else "right")
+        for row in self.rows:
+            table.add_row(
+                f"{row.context:,}",
+                row.cache,
+                f"{row.step_s * 1e3:.1f} ms",
+                f"{row.worst_step_s * 1e3:.1f} ms",
+                f"{row.vs_dynamic:.2f}x",
+                "-" if row.vs_static is None else f"{row.vs_static:.2f}x",
+                format_bytes(row.held_bytes),
+                "-" if row.peak_ratio is None else f"{row.peak_ratio:.2f}x",
+            )
+        return table
+
+
+def bench_decode(
+    model: PreTrainedModel,
+    *,
+    contexts: Sequence[int] = (1024, 8192),
+    steps: int = 20,
+    caches: Sequence[str] = ("blocks", "static"),
+    progress: Callable[[str], None] | None = None,
+) -> DecodeBench:
+    """Measure decode steps at each context length (tokens), DynamicCache and `caches` in turn.
+
+    Args:
+        model: where the caches are used.
+        contexts: tokens in the cache when the measured steps begin.
+        steps: measured steps of each cache, after two that are not counted.
+        caches: names of ours, or "static" for a StaticCache of the exact size.
+        progress: called with a line of text before each part.
+    """
+    if steps < 1 or not contexts or min(contexts) < 2:
+        raise ValueError(f"steps={steps} and contexts={list(contexts)} must be at least 1 step and 2 tokens.")
+    names = ["dynamic", *(name for name in caches if name != "dynamic")]
+    rows: list[DecodeRow] = []
+    for context in contexts:
+        if progress:
+            progress(f"{context:,} tokens: filling {len(names)} caches")
+        rows += _bench_context(model, names, context, steps)
+        gc.collect()
+    return DecodeBench(
+        model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        steps=steps,
+        rows=tuple(rows),
+    )
+
+
+@torch.no_grad()
+def _bench_context(model: PreTrainedModel, names: list[str], context: int, steps: int) -> list[DecodeRow]:
+    total = steps + WARM_UP_STEPS + 1
+    token = torch.full((1, 1), 5, device=model.device)
+    built, peaks, stored = {}, {}, 0
+    for name in names:
+        built[name] = _fill(model, _build(model, name, context + total), context)
+        held = measure(built[name])
+        if name == "dynamic":
+            stored = held
+        grown = peak_growth(lambda cache=built[name]: _step(model, cache, token), model.device)
+        peaks[name] = None if grown is None else held + grown
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(steps + WARM_UP_STEPS):
+        for name in names:
+            times[name].append(_timed(lambda cache=built[name]: _step(model, cache, token), model.device))
+    medians = {name: statistics.median(values[WARM_UP_STEPS:]) for name, values in times.items()}
+    return [
+        DecodeRow(
+            cache=name,
+            context=context,
+            step_s=medians[name],
+            worst_step_s=max(times[name][WARM_UP_STEPS:]),
+            vs_dynamic=medians[name] / medians["dynamic"],
+            vs_static=medians[name] / medians["static"] if "static" in medians else None,
+            held_bytes=measure(built[name]),
+            peak_bytes=peaks[name],
+            stored_bytes=stored,
+        )
+        for name in names
+    ]
+
+
+def _build(model: PreTrainedModel, name: str, length: int) -> Cache:
+    config = model.config.get_text_config(decoder=True)
+    if name == "dynamic":
+        return DynamicCache(config=config)
+    if name == "static":
+        return StaticCache(config=config, max_cache_len=length)
+    return make_cache(model, name)
+
+
+def _fill(model: PreTrainedModel, cache: Cache, context: int) -> Cache:
+    """Random states in two parts, so that a cache which reserves 1/16 ahead has to grow in the first measured step."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    generator = torch.Generator().manual_seed(0)
+    first = context * 16 // 17
+    for length in (first, context - first):
+        shape = (1, config.num_key_value_heads, length, head_dim)
+        for layer in range(config.num_hidden_layers):
+            keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
+            cache.update(keys, values, layer)
+    return cache
+
+
+def _step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> None:
+    model(input_ids=token, use_cache=True, **{CACHE_ARG: cache})
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    begin = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

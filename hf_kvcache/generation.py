@@ -1,0 +1,185 @@
+"""What `generate()` does differently with our caches: build them by name, and check one that is used again.
+
+Each function takes transformers' original and returns its replacement; `compat` puts them in place and back.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import compat, registry
+from .cache import KVCache, make_cache
+from .reuse import check_same_prompt
+
+
+class CacheNames(tuple):
+    """transformers' tuple of valid `cache_implementation` names, which also knows ours and their compositions."""
+
+    def __contains__(self, name: Any) -> bool:
+        if super().__contains__(name):
+            return True
+        if not isinstance(name, str):
+            return False
+        # Raises our own error, which lists what exists and the nearest spelling.
+        registry.resolve(name, {}) if registry.is_ours(name) else _check_name(name, self)
+        return True
+
+    def __add__(self, other: tuple) -> "CacheNames":
+        return CacheNames((*self, *other))
+
+
+def _check_name(name: str, own_names: tuple) -> None:
+    try:
+        registry.resolve(name)
+    except ValueError as error:
+        names = ", ".join(map(repr, own_names))
+        raise ValueError(f"cache_implementation: {error} transformers' own names: {names}.") from None
+
+
+def prepare_cache(original: Callable) -> Callable:
+    """Build our cache when `cache_implementation` names it."""
+
+    @functools.wraps(original)
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        cache = model_kwargs.get(compat.CACHE_ARG)
+        name = generation_config.cache_implementation
+        if not registry.is_ours(name) or generation_config.use_cache is False:
+            if isinstance(cache, KVCache):
+                # A past that assisted decoding recorded is only rolled back there.
+                cache.stop_past_recording()
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
+        if cache is not None:
+            raise ValueError(
+                f"both cache_implementation={name!r} and a cache object were given to generate(): give one of them."
+            )
+        if not self._supports_default_dynamic_cache():
+            raise NotImplementedError(
+                f"cache {name!r} cannot be used with {type(self).__name__}: the model manages its own state instead of "
+                "a transformers Cache. Leave cache_implementation out."
+            )
+        cache = model_kwargs[compat.CACHE_ARG] = make_cache(self, name, **dict(generation_config.cache_config or {}))
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        return None
+
+    return _prepare_cache_for_generation
+
+
+def prefill(original: Callable) -> Callable:
+    """Make a filled cache fit the prompt before the prompt is run."""
+
+    @functools.wraps(original)
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        cache = model_kwargs.get(compat.CACHE_ARG)
+        if isinstance(cache, KVCache) and cache.num_tokens_seen:
+            fit_filled_cache(self, cache, input_ids, generation_config, model_kwargs)
+            if generation_config.prefill_chunk_size is not None and compat.CACHE_ARG != "cache":
+                raise NotImplementedError(
+                    "prefill_chunk_size with a filled cache runs the whole prompt again on this transformers version: "
+                    "upgrade to transformers 5.24, or leave prefill_chunk_size out."
+                )
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    return _prefill
+
+
+def assisted_decoding(original: Callable) -> Callable:
+    """Run only the new tokens in the first round of assisted decoding (transformers runs the whole prompt again)."""
+
+    @functools.wraps(original)
+    def _assisted_decoding(self, input_ids, *args, **kwargs):
+        cache = kwargs.get(compat.CACHE_ARG)
+        if not isinstance(cache, KVCache):
+            return original(self, input_ids, *args, **kwargs)
+        cache.check_recordable()
+        if not cache.num_tokens_seen:
+            return original(self, input_ids, *args, **kwargs)
+        config = kwargs["generation_config"]
+        if _mask_length(config, kwargs) != input_ids.shape[1]:
+            raise ValueError(
+                "assisted decoding with a filled cache needs the whole prompt in input_ids, not only the new tokens."
+            )
+        fit_filled_cache(self, cache, input_ids, config, kwargs)
+        prepare = self.prepare_inputs_for_generation
+
+        def prepare_new_tokens(ids, next_sequence_length=None, **inputs):
+            if next_sequence_length is None:
+                next_sequence_length = ids.shape[1] - cache.num_tokens_seen
+            return prepare(ids, next_sequence_length=next_sequence_length, **inputs)
+
+        self.prepare_inputs_for_generation = prepare_new_tokens
+        try:
+            return original(self, input_ids, *args, **kwargs)
+        finally:
+            del self.prepare_inputs_for_generation
+
+    return _assisted_decoding
+
+
+def fit_filled_cache(model: Any, cache: KVCache, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> None:
+    """Check that a filled cache belongs to this prompt, and leave at least one token to run.
+
+    Raises:
+        ValueError: if the prompt, mask and cache do not fit together.
+    """
+    past, rows = cache.num_tokens_seen, input_ids.shape[0]
+    if rows != cache.batch_size:
+        if rows % cache.batch_size:
+            raise ValueError(
+                f"the cache holds {cache.batch_size} sequences and generate() needs {rows}: give a cache of the same "
+                "batch, or of one that num_beams or num_return_sequences multiplies."
+            )
+        cache.batch_repeat_interleave(rows // cache.batch_size)
+    if model_kwargs.get("inputs_embeds") is not None:
+        length = model_kwargs["inputs_embeds"].shape[1]
+        if length <= past:
+            raise ValueError(_NOTHING_NEW.format(length=length, past=past))
+        return
+    length, mask_length = input_ids.shape[1], _mask_length(config, model_kwargs)
+    if mask_length == past + length:
+        return  # only the new tokens were given, with the whole mask
+    if mask_length != length:
+        raise ValueError(
+            f"attention_mask covers {mask_length} tokens: expected {length} (the whole prompt is given) or "
+            f"{past + length} (only the tokens after the {past} cached ones are given)."
+        )
+    if length < past:
+        raise ValueError(_NOTHING_NEW.format(length=length, past=past))
+    check_same_prompt(model, cache, input_ids, model_kwargs)
+    if length == past:
+        # Nothing would be left to run: run the last token again.
+        cache.crop(-1)
+
+
+_NOTHING_NEW = (
+    "the prompt has {length} tokens and the cache already holds {past}: give the whole conversation, longer than what "
+    "is cached; or only the new tokens with an attention_mask that covers the cached ones too; or crop the cache first."
+)
+
+
+def _mask_length(config: Any, model_kwargs: dict) -> int:
+    mask = model_kwargs.get("attention_mask")
+    return mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
+
+
+def save_generation_config(original: Callable) -> Callable:
+    """Leave our names out of saved configs: `from_pretrained` would fail for everyone without this library."""
+
+    @functools.wraps(original)
+    def save_pretrained(self, *args, **kwargs):
+        if not registry.is_ours(self.cache_implementation):
+            return original(self, *args, **kwargs)
+        warnings.warn(
+            f"cache_implementation={self.cache_implementation!r} belongs to hf_kvcache and is not saved in the "
+            "generation config: pass it to generate() instead.",
+            stacklevel=2,
+        )
+        stripped = copy.deepcopy(self)
+        stripped.cache_implementation = stripped.cache_config = None
+        return original(stripped, *args, **kwargs)
+
+    return save_pretrained

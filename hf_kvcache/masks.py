@@ -1,0 +1,44 @@
+"""Attention masks in the forms that transformers' attention functions take: boolean, additive (eager), or none."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+def visible(mask: torch.Tensor) -> torch.Tensor:
+    """The boolean form of an attention mask that is boolean or additive."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def as_mask_for(module: nn.Module, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask in the form that the model's attention function takes: additive for eager, boolean else."""
+    if module.config._attn_implementation != "eager":
+        return allowed
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def restrict_mask(
+    module: nn.Module, mask: torch.Tensor | None, allowed: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`mask`, of the model's own form or None, further restricted to the boolean `allowed`."""
+    if mask is None:
+        return as_mask_for(module, allowed, dtype)
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, torch.finfo(mask.dtype).min)
+
+
+def join_masks(
+    module: nn.Module, query: torch.Tensor, masks: Sequence[torch.Tensor | None], lengths: Sequence[int]
+) -> torch.Tensor | None:
+    """The masks of consecutive pieces of `lengths` tokens as one; None stands for all visible."""
+    if all(mask is None for mask in masks):
+        return None
+    shape = (query.shape[0], 1, query.shape[2])
+    whole = [torch.ones((*shape, length), dtype=torch.bool, device=query.device) for length in lengths]
+    joined = [
+        as_mask_for(module, everything, query.dtype) if mask is None else mask.expand(*shape, -1)
+        for mask, everything in zip(masks, whole, strict=True)
+    ]
+    return torch.cat(joined, dim=-1)

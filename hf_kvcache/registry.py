@@ -1,0 +1,190 @@
+"""Technique names, their options, and how `a+b` composes: parsed and checked before any model runs."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """One keyword of a technique. `check` returns what is allowed if the value is not, else None."""
+
+    name: str
+    type_name: str
+    default: Any
+    help: str
+    check: Callable[[Any], str | None]
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A name that `cache_implementation` takes. `role` is what it decides; a role can be filled once."""
+
+    name: str
+    number: int
+    role: str
+    summary: str
+    exact: bool
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of the twelve ways of spending less on the KV cache, and what this version has of it."""
+
+    number: int
+    title: str
+    cuts: str
+    exact: bool
+    names: tuple[str, ...]
+    status: str
+    paper: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked composition: its techniques in the order given, and a value for each of their options."""
+
+    name: str
+    techniques: tuple[Technique, ...]
+    options: dict[str, Any]
+
+    def fills(self, role: str) -> Technique | None:
+        """The technique that decides `role`, if any."""
+        return next((t for t in self.techniques if t.role == role), None)
+
+
+def _at_least(minimum: int, *, optional: bool = False) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        if (optional and value is None) or (type(value) is int and value >= minimum):
+            return None
+        return f"an integer of at least {minimum}" + (", or None" if optional else "")
+
+    return check
+
+
+def _one_of(*values: str) -> Callable[[Any], str | None]:
+    return lambda value: None if value in values else "one of " + ", ".join(map(repr, values))
+
+
+def _layer_list(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value)
+    return None if value is None or is_list else "a list of layer indices of at least 0, or None for all layers"
+
+
+_STORAGE = (
+    Option("block_size", "int", 16, "tokens a block", _at_least(1)),
+    Option(
+        "max_bytes", "int | None", None, "most bytes the pool of one device may reserve", _at_least(1, optional=True)
+    ),
+)
+
+TECHNIQUES: dict[str, Technique] = {
+    t.name: t
+    for t in (
+        Technique("blocks", 10, "storage", "blocks on demand from a pool, read in place", True, _STORAGE),
+        Technique(
+            "sliding_window",
+            3,
+            "retention",
+            "attention sinks and a window of recent tokens",
+            False,
+            (
+                Option("sliding_window", "int", 1024, "recent tokens a query sees, itself included", _at_least(1)),
+                Option("num_sink_tokens", "int", 4, "first tokens that are never dropped", _at_least(0)),
+                Option("layers", "list[int] | None", None, "layers that get the window (None: all)", _layer_list),
+                Option(
+                    "global_every",
+                    "int | None",
+                    None,
+                    "keep every n-th layer global (n=6: layers 5, 11, ...)",
+                    _at_least(1, optional=True),
+                ),
+                Option(
+                    "positions",
+                    "str",
+                    "original",
+                    "'original', or 'cache': sinks stay at the distance they have in the cache",
+                    _one_of("original", "cache"),
+                ),
+            ),
+        ),
+    )
+}
+
+_NATIVE = "native: caches of models trained with it are held exactly"
+_LATER = "not in this version"
+
+CATALOG: tuple[Family, ...] = (
+    Family(1, "GQA / MQA", "KV heads", True, (), _NATIVE, "https://arxiv.org/abs/2305.13245"),
+    Family(2, "Cross-layer sharing", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2405.12981"),
+    Family(
+        3,
+        "Sliding window",
+        "tokens retained",
+        False,
+        ("sliding_window",),
+        "available; native windows are exact under every cache",
+        "https://arxiv.org/abs/2309.17453",
+    ),
+    Family(4, "Multi-head latent attention", "heads x dims", True, (), _NATIVE, "https://arxiv.org/abs/2405.04434"),
+    Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
+    Family(6, "Compressed attention", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2502.11089"),
+    Family(7, "Query-aware sparse reads", "reads", False, (), _LATER, "https://arxiv.org/abs/2406.10774"),
+    Family(8, "KV quantization", "bytes a value", False, (), _LATER, "https://arxiv.org/abs/2402.02750"),
+    Family(9, "Token eviction", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2404.14469"),
+    Family(10, "Paged allocation", "waste", True, ("blocks",), "available", "https://arxiv.org/abs/2309.06180"),
+    Family(11, "Prefix reuse", "duplicated compute", True, (), _LATER, "https://arxiv.org/abs/2312.07104"),
+    Family(12, "Offloading", "GPU residency", True, (), _LATER, "https://arxiv.org/abs/2303.06865"),
+)
+
+_TRANSFORMERS_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
+
+
+def is_ours(name: Any) -> bool:
+    """Whether `name` is one of our techniques or a composition, valid or not, and not transformers' own name."""
+    return isinstance(name, str) and ("+" in name or name in TECHNIQUES)
+
+
+def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
+    """Check a technique name or composition `a+b` and its options.
+
+    Raises:
+        ValueError: naming the unknown technique or option and the nearest spelling, the value that is not allowed, or
+            the pair that does not compose and why.
+    """
+    parts = [part.strip() for part in name.split("+")]
+    for part in parts:
+        if part in _TRANSFORMERS_NAMES and len(parts) > 1:
+            raise ValueError(f"{part!r} is transformers' own cache and does not compose with ours: use it alone.")
+        if part not in TECHNIQUES:
+            raise ValueError(f"unknown cache technique {part!r}{_nearest(part, TECHNIQUES)}")
+    techniques = tuple(TECHNIQUES[part] for part in parts)
+    roles: dict[str, Technique] = {}
+    for technique in techniques:
+        if (other := roles.get(technique.role)) is not None:
+            raise ValueError(
+                f"{other.name!r} and {technique.name!r} do not compose: both decide the {technique.role}. Keep one."
+            )
+        roles[technique.role] = technique
+    return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
+
+
+def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str, Any]) -> dict[str, Any]:
+    # Every cache of ours stores its tokens in blocks, so the storage options are always there.
+    known = {option.name: option for option in (*_STORAGE, *(o for t in techniques for o in t.options))}
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"cache {name!r} has no option {key!r}{_nearest(key, known)}")
+        if (allowed := known[key].check(value)) is not None:
+            raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
+    if given.get("layers") is not None and given.get("global_every") is not None:
+        raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
+    return {key: given.get(key, option.default) for key, option in known.items()}
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{hint}: choose from {', '.join(map(repr, sorted(known)))}."

@@ -1,0 +1,74 @@
+"""The sliding window that a model was trained with (technique 3): its local layers keep their window and no more.
+
+Cuts tokens retained. Exact for layers that the model itself masks to a window (Gemma-3, Mistral, gpt-oss). Costs no
+copy of the window a step: whole blocks go as the window moves on.
+Paper: Beltagy et al. 2020, Longformer, https://arxiv.org/abs/2004.05150 (section 3.1).
+"""
+
+import torch
+
+from .layer import KVLayer, LayerContext, check_crop
+
+
+class SlidingBlockLayer(KVLayer):
+    """The window of a sliding layer. Between steps, stores the newest `sliding_window` tokens (or all, if fewer).
+
+    Exact for layers that the model itself masks to `sliding_window` tokens, the query's own included. One token more
+    than the next query needs is kept, so that the newest one can always be taken back.
+    """
+
+    is_sliding = True
+
+    def __init__(self, context: LayerContext, *, sliding_window: int):
+        super().__init__(context)
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window={sliding_window} must be at least 1 token.")
+        self.sliding_window = sliding_window
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self._prepare(key_states, value_states)
+        count = states[0].shape[2]
+        past = min(self.sliding_window - 1, self.seen)
+        keep = self.sliding_window
+        if self.record_past or count <= keep:
+            self._drop_front()
+            self.table.append(states)
+            self.seen += count
+            keys, values = self.table.materialize(self.seen - count - past)
+        else:
+            # Longer than the window: store only what the window will hold, attend to all of it now.
+            old = self.table.materialize(self.seen - past)
+            keys, values = (torch.cat(pair, dim=2) if past else pair[1] for pair in zip(old, states, strict=True))
+            self.seen += count
+            self.table.restart(self.seen - keep)
+            self.table.append([state[:, :, -keep:] for state in states])
+        self.read_bytes = keys.nbytes + values.nbytes
+        return (keys, values) if past else (key_states, value_states)
+
+    def _drop_front(self) -> None:
+        if not self.record_past:
+            self.table.drop_front(self.seen - self.sliding_window)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = min(self.sliding_window - 1, self.seen)
+        return past + query_length, self.seen - past
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    def can_crop(self, count: int) -> bool:
+        left = self.seen - count
+        return left >= 0 and self.stored_length - count >= min(self.sliding_window - 1, left)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        count = check_crop(self, tokens_to_remove)
+        if self.table is None:
+            return
+        self.table.crop(count)
+        self.seen -= count
+        # A crop commits what was recorded: only the window is needed from here on.
+        self.table.drop_front(self.seen - self.sliding_window)
+        self._give_back_memory()

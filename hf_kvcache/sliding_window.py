@@ -1,0 +1,246 @@
+"""Sink-and-window cache: keep the first tokens and the most recent ones, forget the middle.
+
+Stores `num_sink_tokens + sliding_window` tokens a layer, whatever the sequence length. Approximate on a model that
+was trained with full attention: a query cannot see the middle. Equals the full cache while nothing has been dropped.
+Not for tasks that look something up in a long prompt.
+Paper: Xiao et al. 2024, StreamingLLM, https://arxiv.org/abs/2309.17453 (section 3.2).
+Differs from the paper: each query sees its own sinks and window whatever the chunking of the prompt (the paper's code
+lets a prompt attend to all of itself), sinks are the first real tokens of each left-padded row, and
+`positions="original"` is the default.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import compat
+from .attention import Piece, attend_merged, can_merge
+from .layer import KVLayer, LayerContext, check_crop
+from .masks import join_masks, restrict_mask, visible
+from .rotary import Rotary
+
+_UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
+
+
+class SinkWindowLayer(KVLayer):
+    """The first `num_sink_tokens` real tokens of each row `[B, H, S, D]`, and the newest `sliding_window` in blocks.
+
+    Args:
+        context: where the blocks come from.
+        sliding_window: most recent tokens a query may see, itself included. Tokens, at least 1.
+        num_sink_tokens: first tokens that every query sees. Tokens, at least 0.
+        rotary: given for `positions="cache"`: the distance from a query to the sinks is then as if the forgotten
+            tokens had never been there, so no distance exceeds `num_sink_tokens + sliding_window`.
+    """
+
+    def __init__(
+        self, context: LayerContext, *, sliding_window: int, num_sink_tokens: int, rotary: Rotary | None = None
+    ):
+        super().__init__(context)
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window={sliding_window} must be at least 1 token.")
+        if num_sink_tokens < 0:
+            raise ValueError(f"num_sink_tokens={num_sink_tokens} must be at least 0 tokens.")
+        self.sliding_window = sliding_window
+        self.num_sink_tokens = num_sink_tokens
+        self.rotary = rotary
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._forget_sinks()
+
+    def _forget_sinks(self) -> None:
+        self.sinks: list[torch.Tensor] = []
+        self.first_slot: torch.Tensor | None = None  # [B]: slot of the first real token, _UNKNOWN before it came
+        self._sinks_end = _UNKNOWN  # one past the last sink slot of any row, once every row has had a real token
+
+    @property
+    def stored_length(self) -> int:
+        """Tokens a row held now: the window, and the sinks that it no longer covers."""
+        apart = 0 if self.first_slot is None else min(self.num_sink_tokens, max(0, self.table.start - self._first))
+        return super().stored_length + apart
+
+    @property
+    def _first(self) -> int:
+        return self._sinks_end - self.num_sink_tokens
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        rows, size = key_states.shape[0], self.num_sink_tokens
+        with torch.inference_mode(False):
+            self.sinks = [
+                torch.zeros(rows, s.shape[1], size, s.shape[-1], dtype=s.dtype, device=s.device)
+                for s in (key_states, value_states)
+            ]
+            self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self._prepare(key_states, value_states)
+        if self._pending is not None:
+            raise RuntimeError(
+                f"sliding_window: layer {self.context.layer_idx} was updated twice without an attention call between: "
+                "this model does not run its attention through transformers' AttentionInterface. Use cache 'blocks'."
+            )
+        if not compat.hand_over(self, kwargs, key_states):
+            raise RuntimeError("sliding_window needs hf_kvcache to be enabled: call hf_kvcache.enable() first.")
+        self._pending = states
+        self.seen += states[0].shape[2]
+        return key_states, value_states
+
+    @torch.compiler.disable
+    def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
+        """Attention of the new tokens over sinks and window; what has left the window is dropped afterwards."""
+        states, self._pending = self._pending, None
+        count = states[0].shape[2]
+        before = self.seen - count
+        self._check_mask(module, mask, count)
+        self._capture_sinks(states, before, mask)
+        begin = max(self.table.start, before - self.sliding_window + 1)
+        fits = count <= self.sliding_window or self.record_past
+        if fits:
+            self.table.append(states)
+            window = self.table.materialize(begin)
+        else:
+            window = [torch.cat(pair, dim=2) for pair in zip(self.table.materialize(begin), states, strict=True)]
+            self.table.restart(self.seen - self.sliding_window)
+            self.table.append([state[:, :, -self.sliding_window :] for state in states])
+        window_mask = self._window_mask(module, query, mask, before, begin)
+        output = self._attend(base, module, query, window, window_mask, mask, before, args, kwargs)
+        if not self.record_past:
+            self.table.drop_front(self.seen - self.sliding_window)
+        return output
+
+    def _attend(self, base, module, query, window, window_mask, mask, before: int, args: tuple, kwargs: dict):
+        """`window` are keys and values of the slots from the oldest that any query's window holds."""
+        self.read_bytes = sum(state.nbytes for state in window)
+        if not self.num_sink_tokens or self.seen <= self.sliding_window:
+            return base(module, query, *window, window_mask, *args, **kwargs)
+        self.read_bytes += sum(sink.nbytes for sink in self.sinks)
+        sink_mask = self._sink_mask(module, query, mask, before)
+        if can_merge(base, kwargs) and (query.shape[2] == 1 or self.rotary is not None):
+            turned = None if self.rotary is None else self.rotary.turn(query, self._forgotten(before))
+            groups = [[Piece(*self.sinks, sink_mask, query=turned)], [Piece(*window, window_mask)]]
+            return attend_merged(query, groups, kwargs.get("scaling")), None
+        if self.rotary is not None:
+            raise NotImplementedError(
+                "sliding_window with positions='cache' attends to sinks and window apart, which this model's attention "
+                f"({module.config._attn_implementation}, or a softcap or sink logits) does not allow: use "
+                "attn_implementation='sdpa', or positions='original'."
+            )
+        lengths = (self.num_sink_tokens, window[0].shape[2])
+        joined = join_masks(module, query, (sink_mask, window_mask), lengths)
+        states = [torch.cat(pair, dim=2) for pair in zip(self.sinks, window, strict=True)]
+        return base(module, query, *states, joined, *args, **kwargs)
+
+    def _check_mask(self, module: nn.Module, mask: torch.Tensor | None, count: int) -> None:
+        implementation = module.config._attn_implementation
+        needs_mask = count > 1 and self.seen > self.sliding_window
+        is_foreign = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+        if is_foreign or (needs_mask and "flash" in implementation):
+            raise NotImplementedError(
+                f"sliding_window cannot mask a prompt with attn_implementation={implementation!r}: load the model with "
+                "attn_implementation='sdpa' or 'eager'."
+            )
+
+    # --- masks: all from slots, so that left padding and chunks of any size come out the same
+
+    def _query_slots(self, before: int) -> torch.Tensor:
+        return torch.arange(before, self.seen, device=self.device)
+
+    def _window_mask(self, module, query, mask, before: int, begin: int) -> torch.Tensor | None:
+        """The mask over the slots `[begin, seen)`: the model's own, restricted to each query's window."""
+        own = None if mask is None else mask[..., begin : self.seen]
+        if self.seen - begin <= self.sliding_window:
+            return own
+        slots, queries = torch.arange(begin, self.seen, device=self.device), self._query_slots(before)[:, None]
+        allowed = (slots > queries - self.sliding_window) & (slots <= queries)
+        return restrict_mask(module, own, allowed[None, None], query.dtype)
+
+    def _sink_mask(self, module, query, mask, before: int) -> torch.Tensor | None:
+        """Whether each query sees each sink here: only those that its own window does not hold."""
+        if mask is None and before - self.sliding_window >= self._sinks_end - 1:
+            return None
+        sink_slots = self.first_slot[:, None] + torch.arange(self.num_sink_tokens, device=self.device)  # [B, S]
+        outside = self._query_slots(before) - self.sliding_window
+        allowed = (sink_slots[:, None, :] <= outside[:, None])[:, None]  # [B, 1, Tq, S]
+        own = None
+        if mask is not None:
+            index = sink_slots.clamp(max=self.seen - 1)[:, None, None, :].expand(-1, 1, mask.shape[2], -1)
+            own = mask.expand(len(sink_slots), -1, -1, -1).gather(-1, index)
+        return restrict_mask(module, own, allowed, query.dtype)
+
+    def _forgotten(self, before: int) -> torch.Tensor:
+        """Minus the tokens between the last sink and the window of each query, `[B, Tq]`."""
+        gap = self._query_slots(before) + 1 - self.sliding_window - (self.first_slot[:, None] + self.num_sink_tokens)
+        return -gap.clamp(min=0)
+
+    # --- sinks
+
+    def _capture_sinks(self, states: tuple[torch.Tensor, torch.Tensor], before: int, mask: torch.Tensor | None) -> None:
+        """Copy those of the new tokens that are sinks. Costs nothing once every row has its sinks."""
+        if before >= self._sinks_end or not self.num_sink_tokens:
+            return
+        if mask is None:
+            self.first_slot.clamp_(max=0)
+        else:
+            seen_by_last = visible(mask)[:, 0, -1, : self.seen].expand(len(self.first_slot), -1)
+            first = torch.where(seen_by_last.any(-1), seen_by_last.int().argmax(-1), _UNKNOWN)
+            self.first_slot.copy_(torch.minimum(self.first_slot, first))
+        # A sync, in the first forwards only: later steps compare Python integers.
+        self._sinks_end = int(self.first_slot.max()) + self.num_sink_tokens
+        local = self.first_slot[:, None] + torch.arange(self.num_sink_tokens, device=self.device) - before  # [B, S]
+        is_new = ((local >= 0) & (local < states[0].shape[2]))[:, None, :, None]
+        for sink, state in zip(self.sinks, states, strict=True):
+            index = local.clamp(0, state.shape[2] - 1)[:, None, :, None].expand_as(sink)
+            sink.copy_(torch.where(is_new, state.gather(2, index), sink))
+
+    # --- contract
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def can_crop(self, count: int) -> bool:
+        left = self.seen - count
+        held = 0 if self.table is None else self.table.length
+        return left >= 0 and held - count >= min(self.sliding_window - 1, left)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        count = check_crop(self, tokens_to_remove)
+        if self.table is None:
+            return
+        self.table.crop(count)
+        self.seen -= count
+        self.table.drop_front(self.seen - self.sliding_window)
+        if count and self.seen < self._sinks_end:
+            # Sinks were taken back too: look for them again among the tokens to come.
+            self.first_slot[self.first_slot >= self.seen] = _UNKNOWN
+            self._sinks_end = _UNKNOWN
+        self._give_back_memory()
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        if self.table is not None:
+            # Outside inference mode, or a later turn could not write the result.
+            with torch.inference_mode(False):
+                index = torch.from_numpy(rows).to(self.device)
+                self.sinks = [sink.index_select(0, index) for sink in self.sinks]
+                self.first_slot = self.first_slot.index_select(0, index)
+        super().select_rows(rows)
+
+    def fork(self) -> "SinkWindowLayer":
+        forked = super().fork()
+        forked.sinks = [sink.clone() for sink in self.sinks]
+        forked.first_slot = None if self.first_slot is None else self.first_slot.clone()
+        return forked
+
+    def to(self, device: torch.device, pools: dict) -> None:
+        super().to(device, pools)
+        self.sinks = [sink.to(device) for sink in self.sinks]
+        self.first_slot = None if self.first_slot is None else self.first_slot.to(device)
+
+    def reset(self) -> None:
+        super().reset()
+        self._pending = None
+        self._forget_sinks()
