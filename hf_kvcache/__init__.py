@@ -4,10 +4,32 @@ Importing changes nothing. `enable()` makes the cache names valid in `generate(c
 `make_cache(model, "a+b")` builds the same cache as an object.
 """
 
-from .cache import KVCache, make_cache
-from .compat import CACHE_ARG, disable, enable, is_enabled
-from .report import MemoryReport, measure
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import KVCache, make_cache
+    from .compat import CACHE_ARG, disable, enable, is_enabled
+    from .report import MemoryReport, measure
 
 __version__ = "0.1.0"
 
 __all__ = ["CACHE_ARG", "KVCache", "MemoryReport", "disable", "enable", "is_enabled", "make_cache", "measure"]
+
+_HOMES = {
+    "cache": ("KVCache", "make_cache"),
+    "compat": ("CACHE_ARG", "disable", "enable", "is_enabled"),
+    "report": ("MemoryReport", "measure"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: torch and transformers take seconds, and `hf-kvcache --help` needs neither.
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """The blocks of one layer: a tensor a plane (keys, values), reference counts, and the layout that keeps runs long."""
 
 import copy
-import math
 import weakref
 from typing import NamedTuple
 
@@ -11,8 +10,9 @@ import torch
 from .pool import BlockPool
 from .runs import Run, copy_runs
 
-# A layout leaves room for this fraction of each row's blocks (at least one block): appending is amortised O(1).
-GROWTH = 1 / 16
+# A layout leaves room for a 16th of each row's blocks, rounded down: appending is amortised O(1), and a row of fewer
+# than 16 blocks, which is cheap to move, reserves none but its open block.
+BLOCKS_PER_SPARE = 16
 # Above this many runs, one gather of blocks moves a layout faster than a copy a run.
 MAX_COPY_RUNS = 256
 
@@ -126,7 +126,7 @@ class Arena:
                 new_ids[fresh] = cursor + np.arange(len(fresh))
                 order.append(fresh)
                 rows.append(cursor + len(fresh) + np.arange(added))
-                cursor += len(fresh) + added + max(1, math.ceil((len(row) + added) * GROWTH))
+                cursor += len(fresh) + added + (len(row) + added) // BLOCKS_PER_SPARE
             if table is grown:
                 taken = np.stack(rows)
         source = np.concatenate(order) if order else np.zeros(0, dtype=np.int64)
