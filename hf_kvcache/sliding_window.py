@@ -18,10 +18,9 @@ from torch import nn
 from . import compat
 from .attention import Piece, attend_merged, can_merge
 from .layer import KVLayer, LayerContext, check_crop
-from .masks import join_masks, restrict_mask, visible
+from .masks import join_masks, restrict_mask
 from .rotary import Rotary
-
-_UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
+from .sinks import Sinks
 
 
 class SinkWindowLayer(KVLayer):
@@ -47,32 +46,17 @@ class SinkWindowLayer(KVLayer):
         self.num_sink_tokens = num_sink_tokens
         self.rotary = rotary
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._forget_sinks()
-
-    def _forget_sinks(self) -> None:
-        self.sinks: list[torch.Tensor] = []
-        self.first_slot: torch.Tensor | None = None  # [B]: slot of the first real token, _UNKNOWN before it came
-        self._sinks_end = _UNKNOWN  # one past the last sink slot of any row, once every row has had a real token
+        self.sinks: Sinks | None = None
 
     @property
     def stored_length(self) -> int:
         """Tokens a row held now: the window, and the sinks that it no longer covers."""
-        apart = 0 if self.first_slot is None else min(self.num_sink_tokens, max(0, self.table.start - self._first))
-        return super().stored_length + apart
-
-    @property
-    def _first(self) -> int:
-        return self._sinks_end - self.num_sink_tokens
+        apart = 0 if self.sinks is None else self.table.start - self.sinks.end + self.num_sink_tokens
+        return super().stored_length + min(self.num_sink_tokens, max(0, apart))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        rows, size = key_states.shape[0], self.num_sink_tokens
-        with torch.inference_mode(False):
-            self.sinks = [
-                torch.zeros(rows, s.shape[1], size, s.shape[-1], dtype=s.dtype, device=s.device)
-                for s in (key_states, value_states)
-            ]
-            self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
+        self.sinks = Sinks((key_states, value_states), self.num_sink_tokens)
 
     @torch.compiler.disable
     def update(
@@ -97,7 +81,7 @@ class SinkWindowLayer(KVLayer):
         count = states[0].shape[2]
         before = self.seen - count
         self._check_mask(module, mask, count)
-        self._capture_sinks(states, before, mask)
+        self.sinks.capture(states, before, mask)
         begin = max(self.table.start, before - self.sliding_window + 1)
         fits = count <= self.sliding_window or self.record_past
         if fits:
@@ -118,11 +102,11 @@ class SinkWindowLayer(KVLayer):
         self.read_bytes = sum(state.nbytes for state in window)
         if not self.num_sink_tokens or self.seen <= self.sliding_window:
             return base(module, query, *window, window_mask, *args, **kwargs)
-        self.read_bytes += sum(sink.nbytes for sink in self.sinks)
+        self.read_bytes += self.sinks.nbytes
         sink_mask = self._sink_mask(module, query, mask, before)
         if can_merge(base, kwargs) and (query.shape[2] == 1 or self.rotary is not None):
             turned = None if self.rotary is None else self.rotary.turn(query, self._forgotten(before))
-            groups = [[Piece(*self.sinks, sink_mask, query=turned)], [Piece(*window, window_mask)]]
+            groups = [[Piece(*self.sinks.states, sink_mask, query=turned)], [Piece(*window, window_mask)]]
             return attend_merged(query, groups, kwargs.get("scaling")), None
         if self.rotary is not None:
             raise NotImplementedError(
@@ -132,7 +116,7 @@ class SinkWindowLayer(KVLayer):
             )
         lengths = (self.num_sink_tokens, window[0].shape[2])
         joined = join_masks(module, query, (sink_mask, window_mask), lengths)
-        states = [torch.cat(pair, dim=2) for pair in zip(self.sinks, window, strict=True)]
+        states = [torch.cat(pair, dim=2) for pair in zip(self.sinks.states, window, strict=True)]
         return base(module, query, *states, joined, *args, **kwargs)
 
     def _check_mask(self, module: nn.Module, mask: torch.Tensor | None, count: int) -> None:
@@ -161,41 +145,19 @@ class SinkWindowLayer(KVLayer):
 
     def _sink_mask(self, module, query, mask, before: int) -> torch.Tensor | None:
         """Whether each query sees each sink here: only those that its own window does not hold."""
-        if mask is None and before - self.sliding_window >= self._sinks_end - 1:
+        if mask is None and before - self.sliding_window >= self.sinks.end - 1:
             return None
-        sink_slots = self.first_slot[:, None] + torch.arange(self.num_sink_tokens, device=self.device)  # [B, S]
         outside = self._query_slots(before) - self.sliding_window
-        allowed = (sink_slots[:, None, :] <= outside[:, None])[:, None]  # [B, 1, Tq, S]
-        own = None
-        if mask is not None:
-            index = sink_slots.clamp(max=self.seen - 1)[:, None, None, :].expand(-1, 1, mask.shape[2], -1)
-            own = mask.expand(len(sink_slots), -1, -1, -1).gather(-1, index)
+        allowed = (self.sinks.slots[:, None, :] <= outside[:, None])[:, None]  # [B, 1, Tq, S]
+        own = None if mask is None else self.sinks.own_mask(mask)
         return restrict_mask(module, own, allowed, query.dtype)
 
     def _forgotten(self, before: int) -> torch.Tensor:
         """Minus the tokens between the last sink and the window of each query, `[B, Tq]`."""
-        gap = self._query_slots(before) + 1 - self.sliding_window - (self.first_slot[:, None] + self.num_sink_tokens)
+        gap = (
+            self._query_slots(before) + 1 - self.sliding_window - self.sinks.first_slot[:, None] - self.num_sink_tokens
+        )
         return -gap.clamp(min=0)
-
-    # --- sinks
-
-    def _capture_sinks(self, states: tuple[torch.Tensor, torch.Tensor], before: int, mask: torch.Tensor | None) -> None:
-        """Copy those of the new tokens that are sinks. Costs nothing once every row has its sinks."""
-        if before >= self._sinks_end or not self.num_sink_tokens:
-            return
-        if mask is None:
-            self.first_slot.clamp_(max=0)
-        else:
-            seen_by_last = visible(mask)[:, 0, -1, : self.seen].expand(len(self.first_slot), -1)
-            first = torch.where(seen_by_last.any(-1), seen_by_last.int().argmax(-1), _UNKNOWN)
-            self.first_slot.copy_(torch.minimum(self.first_slot, first))
-        # A sync, in the first forwards only: later steps compare Python integers.
-        self._sinks_end = int(self.first_slot.max()) + self.num_sink_tokens
-        local = self.first_slot[:, None] + torch.arange(self.num_sink_tokens, device=self.device) - before  # [B, S]
-        is_new = ((local >= 0) & (local < states[0].shape[2]))[:, None, :, None]
-        for sink, state in zip(self.sinks, states, strict=True):
-            index = local.clamp(0, state.shape[2] - 1)[:, None, :, None].expand_as(sink)
-            sink.copy_(torch.where(is_new, state.gather(2, index), sink))
 
     # --- contract
 
@@ -214,33 +176,24 @@ class SinkWindowLayer(KVLayer):
         self.table.crop(count)
         self.seen -= count
         self.table.drop_front(self.seen - self.sliding_window)
-        if count and self.seen < self._sinks_end:
-            # Sinks were taken back too: look for them again among the tokens to come.
-            self.first_slot[self.first_slot >= self.seen] = _UNKNOWN
-            self._sinks_end = _UNKNOWN
+        self.sinks.take_back(self.seen)
         self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:
-            # Outside inference mode, or a later turn could not write the result.
-            with torch.inference_mode(False):
-                index = torch.from_numpy(rows).to(self.device)
-                self.sinks = [sink.index_select(0, index) for sink in self.sinks]
-                self.first_slot = self.first_slot.index_select(0, index)
+            self.sinks.select_rows(rows)
         super().select_rows(rows)
 
     def fork(self) -> "SinkWindowLayer":
         forked = super().fork()
-        forked.sinks = [sink.clone() for sink in self.sinks]
-        forked.first_slot = None if self.first_slot is None else self.first_slot.clone()
+        forked.sinks = None if self.sinks is None else self.sinks.fork()
         return forked
 
     def to(self, device: torch.device, pools: dict) -> None:
         super().to(device, pools)
-        self.sinks = [sink.to(device) for sink in self.sinks]
-        self.first_slot = None if self.first_slot is None else self.first_slot.to(device)
+        if self.sinks is not None:
+            self.sinks.to(device)
 
     def reset(self) -> None:
         super().reset()
-        self._pending = None
-        self._forget_sinks()
+        self._pending = self.sinks = None

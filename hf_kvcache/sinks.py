@@ -1,0 +1,94 @@
+"""The first real tokens of each sequence, kept exactly: attention sinks.
+
+Trained models put much attention on the first tokens whatever they say; losing or rounding them costs more than any
+others. Rows of a left-padded batch have their first real token at different slots, so sinks are kept a row.
+Paper: Xiao et al. 2024, https://arxiv.org/abs/2309.17453 (section 3.1).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .masks import visible
+
+_UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
+
+
+class Sinks:
+    """The first `num_tokens` real tokens of each row, one `[B, H, S, D]` tensor for each of keys and values.
+
+    Args:
+        states: the first new keys and values, for their shapes.
+        num_tokens: sink tokens a row, at least 0.
+    """
+
+    def __init__(self, states: Sequence[torch.Tensor], num_tokens: int):
+        self.num_tokens = num_tokens
+        self.device = states[0].device
+        rows = states[0].shape[0]
+        with torch.inference_mode(False):
+            self.states = [
+                torch.zeros(rows, s.shape[1], num_tokens, s.shape[-1], dtype=s.dtype, device=s.device) for s in states
+            ]
+            self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
+        # One past the last sink slot of any row, once every row has had a real token.
+        self.end = _UNKNOWN if num_tokens else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Slot of each sink, `[B, S]`."""
+        return self.first_slot[:, None] + torch.arange(self.num_tokens, device=self.device)
+
+    def capture(self, states: Sequence[torch.Tensor], before: int, mask: torch.Tensor | None) -> None:
+        """Copy those of the new tokens, slots `before` and up, that are sinks. Free once every row has its sinks."""
+        if before >= self.end:
+            return
+        count = states[0].shape[2]
+        if mask is None:
+            self.first_slot.clamp_(max=0)
+        else:
+            seen_by_last = visible(mask)[:, 0, -1, : before + count].expand(len(self.first_slot), -1)
+            first = torch.where(seen_by_last.any(-1), seen_by_last.int().argmax(-1), _UNKNOWN)
+            self.first_slot.copy_(torch.minimum(self.first_slot, first))
+        # A sync, in the first forwards only: later steps compare Python integers.
+        self.end = int(self.first_slot.max()) + self.num_tokens
+        local = self.slots - before
+        is_new = ((local >= 0) & (local < count))[:, None, :, None]
+        for sink, state in zip(self.states, states, strict=True):
+            index = local.clamp(0, count - 1)[:, None, :, None].expand_as(sink)
+            sink.copy_(torch.where(is_new, state.gather(2, index), sink))
+
+    def own_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """The columns of a mask `[B or 1, 1, Tq, T]` that belong to the sinks, `[B, 1, Tq, S]`."""
+        index = self.slots.clamp(max=mask.shape[-1] - 1)[:, None, None, :].expand(-1, 1, mask.shape[2], -1)
+        return mask.expand(len(index), -1, -1, -1).gather(-1, index)
+
+    def take_back(self, seen: int) -> None:
+        """Only the first `seen` slots are left: look again, among the tokens to come, for sinks that went."""
+        if self.num_tokens and seen < self.end:
+            self.first_slot[self.first_slot >= seen] = _UNKNOWN
+            self.end = _UNKNOWN
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        # Outside inference mode, or a later turn could not write the result.
+        with torch.inference_mode(False):
+            index = torch.from_numpy(rows).to(self.device)
+            self.states = [state.index_select(0, index) for state in self.states]
+            self.first_slot = self.first_slot.index_select(0, index)
+
+    def fork(self) -> "Sinks":
+        forked = object.__new__(Sinks)
+        forked.__dict__.update(self.__dict__)
+        forked.states = [state.clone() for state in self.states]
+        forked.first_slot = self.first_slot.clone()
+        return forked
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+        self.states = [state.to(device) for state in self.states]
+        self.first_slot = self.first_slot.to(device)
