@@ -41,6 +41,11 @@ class BlockLayer(KVLayer):
         self.read_bytes = keys.nbytes + values.nbytes
         return keys, values
 
+    def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        states = self._prepare(key_states, value_states)
+        self.table.append(states)
+        self.seen += key_states.shape[2]
+
     @torch.compiler.disable
     def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
         """Attention of one new token a row: in place over one run, or run by run."""

@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache
 
 from . import compat
 from .block_layer import BlockLayer
+from .codecs import build_codecs
+from .coded_layer import CodedLayer
 from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .registry import Recipe, resolve
@@ -144,8 +146,7 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
             pools=pools,
             takes_over=attention is not None and passes_straight_through(type(attention)),
         )
-        window = recipe if index in windowed else None
-        layers.append(_build_layer(model, attention, context, kwargs, window))
+        layers.append(_build_layer(model, attention, context, kwargs, recipe, is_windowed=index in windowed))
     return KVCache(layers, recipe)
 
 
@@ -167,7 +168,9 @@ def _windowed_layers(recipe: Recipe, layer_types: list[str]) -> set[int]:
     return {i for i in full if every is None or (i + 1) % every}
 
 
-def _build_layer(model: nn.Module, attention: Any, context: LayerContext, kwargs: dict, window: Recipe | None) -> Any:
+def _build_layer(
+    model: nn.Module, attention: Any, context: LayerContext, kwargs: dict, recipe: Recipe, *, is_windowed: bool
+) -> Any:
     layer_type = context.layer_type
     if layer_type == "dummy":
         return compat.DummyLayer()
@@ -181,19 +184,17 @@ def _build_layer(model: nn.Module, attention: Any, context: LayerContext, kwargs
             f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
             "transformers' own cache for this model (leave cache_implementation out)."
         )
-    elif window is None:
-        layer = BlockLayer(context)
+    elif is_windowed:
+        layer = _build_window(model, attention, context, recipe.options)
+    elif recipe.fills("encoding"):
+        layer = _build_coded(attention, context, recipe)
     else:
-        layer = _build_window(model, attention, context, window.options)
+        layer = BlockLayer(context)
     return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
 
 
 def _build_window(model: nn.Module, attention: Any, context: LayerContext, options: dict[str, Any]) -> SinkWindowLayer:
-    if not context.takes_over:
-        raise NotImplementedError(
-            f"sliding_window cannot serve layer {context.layer_idx}: {type(attention).__name__} changes the keys and "
-            "values that its cache returns. Use cache 'blocks', or choose other layers."
-        )
+    _check_takes_over("sliding_window", attention, context)
     rotary = find_rotary(model, attention, context.layer_type) if options["positions"] == "cache" else None
     return SinkWindowLayer(
         context,
@@ -201,3 +202,24 @@ def _build_window(model: nn.Module, attention: Any, context: LayerContext, optio
         num_sink_tokens=options["num_sink_tokens"],
         rotary=rotary,
     )
+
+
+def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:
+    name = recipe.fills("encoding").name
+    _check_takes_over(name, attention, context)
+    key_codec, value_codec = build_codecs(name, recipe.options, attention.head_dim)
+    return CodedLayer(
+        context,
+        key_codec=key_codec,
+        value_codec=value_codec,
+        residual_length=recipe.options["residual_length"],
+        num_sink_tokens=recipe.options["num_sink_tokens"],
+    )
+
+
+def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:
+    if not context.takes_over:
+        raise NotImplementedError(
+            f"{name} cannot serve layer {context.layer_idx}: {type(attention).__name__} changes the keys and values "
+            "that its cache returns. Use cache 'blocks', or choose other layers."
+        )

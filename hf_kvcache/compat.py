@@ -74,6 +74,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
+    """Whether our names and hooks are in force."""
     return bool(_originals)
 
 
@@ -95,13 +96,15 @@ def hand_over(layer: Any, update_kwargs: dict, key: torch.Tensor) -> bool:
     """Let `layer.attend` run the attention that follows this `update`, which must return `key` as its keys.
 
     Returns:
-        False if the hook is not installed; then the layer must return all keys and values.
+        False if no attention call of ours will follow; then the layer must return all keys and values.
     """
     if not is_enabled():
         return False
     attention_kwargs = update_kwargs.get("kwargs")
     if isinstance(attention_kwargs, dict):
         attention_kwargs[_HANDLE] = _HandOver(layer, key)
+    elif CACHE_ARG == "cache":
+        return False  # not called by an attention module
     else:
         _pending.set(_HandOver(layer, key))
     return True

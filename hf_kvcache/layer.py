@@ -12,6 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 from .blocks import Arena, BlockPool, BlockTable
 from .blocks.arena import Plane
 
+NOT_CALLED = (
+    "{name} runs the attention itself: use it in a transformers model with hf_kvcache.enable() in force, or store "
+    "states without attending with layer.fill(keys, values)."
+)
+
 
 @dataclass
 class LayerContext:
@@ -64,6 +69,10 @@ class KVLayer(CacheLayerMixin):
         self.table = BlockTable(arena, key_states.shape[0])
         self.is_initialized = True
 
+    def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Store new tokens `[B, Hkv, T, D]` that no query attends to: a cache filled from elsewhere."""
+        self.update(key_states, value_states)
+
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None: ...
 
@@ -81,6 +90,21 @@ class KVLayer(CacheLayerMixin):
     def stored_length(self) -> int:
         """Tokens a row held now."""
         return 0 if self.table is None else self.table.length
+
+    @property
+    def values_per_token(self) -> int:
+        """Key and value elements that the model computes for one token of one sequence in this layer."""
+        return sum(plane.num_heads * plane.dim for plane in self.table.arena.specs)
+
+    @property
+    def marginal_bits(self) -> float:
+        """Bits that one element of an old token takes, all overhead included."""
+        return 8 * self.table.arena.block_bytes / (self.context.block_size * self.values_per_token)
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        """All block tables of this layer, for the report and to give memory back."""
+        return [] if self.table is None else [self.table]
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -146,9 +170,9 @@ class KVLayer(CacheLayerMixin):
     prefetch = offload
 
     def _give_back_memory(self) -> None:
-        arena = self.table.arena
-        if arena.num_used_blocks * 2 < arena.num_blocks:
-            self.table.compact()
+        for table in self.tables:
+            if table.arena.num_used_blocks * 2 < table.arena.num_blocks:
+                table.compact()
 
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Check the new states against what is stored, and cut them from the autograd graph."""

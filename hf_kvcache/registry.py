@@ -68,6 +68,19 @@ def _one_of(*values: str) -> Callable[[Any], str | None]:
     return lambda value: None if value in values else "one of " + ", ".join(map(repr, values))
 
 
+def _bool(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "True or False"
+
+
+def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        if (optional and value is None) or (type(value) is int and value in allowed):
+            return None
+        return "one of " + ", ".join(map(str, allowed)) + (", or None" if optional else "")
+
+    return check
+
+
 def _layer_list(value: Any) -> str | None:
     is_list = isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value)
     return None if value is None or is_list else "a list of layer indices of at least 0, or None for all layers"
@@ -79,6 +92,25 @@ _STORAGE = (
         "max_bytes", "int | None", None, "most bytes the pool of one device may reserve", _at_least(1, optional=True)
     ),
 )
+
+_EXACT_TOKENS = (
+    Option("residual_length", "int", 128, "newest tokens that stay exact", _at_least(0)),
+    Option("num_sink_tokens", "int", 4, "first tokens that stay exact", _at_least(0)),
+)
+
+
+def _integer_technique(nbits: int) -> Technique:
+    options = (
+        Option("key_bits", "int | None", None, f"bits of keys (None: {nbits})", _bits(2, 4, 8, optional=True)),
+        Option("value_bits", "int | None", None, f"bits of values (None: {nbits})", _bits(2, 4, 8, optional=True)),
+        Option(
+            "q_group_size", "int", 64, "elements that share a scale; divides the head dimension", _bits(16, 32, 64, 128)
+        ),
+        Option("clip_search", "bool", nbits == 2, "shrink a range where that lowers the squared error", _bool),
+        *_EXACT_TOKENS,
+    )
+    return Technique(f"int{nbits}", 8, "encoding", f"KIVI integers of {nbits} bits", False, options)
+
 
 TECHNIQUES: dict[str, Technique] = {
     t.name: t
@@ -110,7 +142,28 @@ TECHNIQUES: dict[str, Technique] = {
                 ),
             ),
         ),
+        *(_integer_technique(nbits) for nbits in (8, 4, 2)),
+        Technique("fp8", 8, "encoding", "8-bit floating point, a scale a token", False, _EXACT_TOKENS),
+        Technique("nf4", 8, "encoding", "bitsandbytes NF4, blocks of 64", False, _EXACT_TOKENS),
+        Technique("fp4", 8, "encoding", "bitsandbytes FP4, blocks of 64", False, _EXACT_TOKENS),
+        Technique(
+            "turboquant",
+            8,
+            "encoding",
+            "rotation and a Lloyd-Max codebook",
+            False,
+            (
+                Option("key_bits", "int", 3, "bits of keys", _bits(2, 3, 4)),
+                Option("value_bits", "int", 3, "bits of values", _bits(2, 3, 4)),
+                *_EXACT_TOKENS,
+            ),
+        ),
     )
+}
+
+# Roles that do not go together, and why.
+_CONFLICTS = {
+    ("encoding", "retention"): "a window holds its few tokens in full precision, so there is nothing to encode",
 }
 
 _NATIVE = "native: caches of models trained with it are held exactly"
@@ -132,7 +185,15 @@ CATALOG: tuple[Family, ...] = (
     Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
     Family(6, "Compressed attention", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2502.11089"),
     Family(7, "Query-aware sparse reads", "reads", False, (), _LATER, "https://arxiv.org/abs/2406.10774"),
-    Family(8, "KV quantization", "bytes a value", False, (), _LATER, "https://arxiv.org/abs/2402.02750"),
+    Family(
+        8,
+        "KV quantization",
+        "bytes a value",
+        False,
+        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant"),
+        "available",
+        "https://arxiv.org/abs/2402.02750",
+    ),
     Family(9, "Token eviction", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2404.14469"),
     Family(10, "Paged allocation", "waste", True, ("blocks",), "available", "https://arxiv.org/abs/2309.06180"),
     Family(11, "Prefix reuse", "duplicated compute", True, (), _LATER, "https://arxiv.org/abs/2312.07104"),
@@ -168,6 +229,10 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
                 f"{other.name!r} and {technique.name!r} do not compose: both decide the {technique.role}. Keep one."
             )
         roles[technique.role] = technique
+    for pair, reason in _CONFLICTS.items():
+        if all(role in roles for role in pair):
+            first, second = (roles[role].name for role in pair)
+            raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 

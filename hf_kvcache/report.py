@@ -56,7 +56,11 @@ def measure(root: Any) -> int:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory and reads of a cache. All sizes in bytes, measured; `dynamic_bytes` is what DynamicCache would store."""
+    """Memory and reads of a cache. All sizes in bytes, measured; `dynamic_bytes` is what DynamicCache would store.
+
+    `bits_per_value` is all that is stored, over the key and value elements of the tokens kept, and
+    `marginal_bits_per_value` what one more old token will cost: scales and every other overhead included.
+    """
 
     technique: str
     num_layers: int
@@ -71,6 +75,8 @@ class MemoryReport:
     shared_bytes: int
     read_bytes: int
     dynamic_bytes: int
+    bits_per_value: float
+    marginal_bits_per_value: float
 
     @property
     def waste_bytes(self) -> int:
@@ -104,6 +110,8 @@ class MemoryReport:
             ("DynamicCache would store", self.dynamic_bytes),
         ):
             table.add_row(label, format_bytes(size))
+        bits = f"{self.bits_per_value:.2f} / {self.marginal_bits_per_value:.2f}"
+        table.add_row("bits a value: all stored / one more old token", bits)
         table.add_row("compression ratio", f"{self.compression_ratio:.2f}x")
         return table
 
@@ -127,10 +135,15 @@ def format_bytes(size: int) -> str:
 def build_report(cache: Any) -> MemoryReport:
     """Measure `cache`, a `KVCache`."""
     attention = [layer for layer in cache.layers if hasattr(layer, "stored_length")]
-    tables = [_attention_part(layer).table for layer in attention if _attention_part(layer).table is not None]
+    tables = [table for layer in attention for table in _attention_part(layer).tables]
     arenas = {id(table.arena): table.arena for table in tables}.values()
     by_device = bytes_by_device(cache)
     reserved = sum(by_device.values())
+    stored = reserved - sum(_unused_bytes(arena) for arena in arenas)
+    parts = [part for layer in attention if (part := _attention_part(layer)).table is not None]
+    widths = [part.table.num_rows * part.values_per_token for part in parts]
+    num_values = sum(width * part.stored_length for width, part in zip(widths, parts, strict=True))
+    marginal = sum(width * part.marginal_bits for width, part in zip(widths, parts, strict=True))
     homes = {table.arena.pool.device for table in tables} or set(by_device)
     on_device = sum(size for device, size in by_device.items() if device in homes)
     return MemoryReport(
@@ -139,7 +152,7 @@ def build_report(cache: Any) -> MemoryReport:
         batch_size=max(cache.batch_size, 0),
         tokens_seen=cache.num_tokens_seen,
         tokens_kept=sum(layer.stored_length for layer in attention) / max(len(attention), 1),
-        stored_bytes=reserved - sum(_unused_bytes(arena) for arena in arenas),
+        stored_bytes=stored,
         reserved_bytes=reserved,
         device_bytes=on_device,
         host_bytes=sum(size for device, size in by_device.items() if device not in homes and device.type == "cpu"),
@@ -147,6 +160,8 @@ def build_report(cache: Any) -> MemoryReport:
         shared_bytes=sum(_shared_bytes(table) for table in tables),
         read_bytes=sum(getattr(layer, "read_bytes", 0) for layer in cache.layers),
         dynamic_bytes=sum(_dynamic_bytes(layer) for layer in cache.layers),
+        bits_per_value=8 * stored / num_values if num_values else 0.0,
+        marginal_bits_per_value=marginal / sum(widths) if parts else 0.0,
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from . import compat
 from .attention import Piece, attend_merged, can_merge
-from .layer import KVLayer, LayerContext, check_crop
+from .layer import NOT_CALLED, KVLayer, LayerContext, check_crop
 from .masks import join_masks, restrict_mask
 from .rotary import Rotary
 from .sinks import Sinks
@@ -69,7 +69,7 @@ class SinkWindowLayer(KVLayer):
                 "this model does not run its attention through transformers' AttentionInterface. Use cache 'blocks'."
             )
         if not compat.hand_over(self, kwargs, key_states):
-            raise RuntimeError("sliding_window needs hf_kvcache to be enabled: call hf_kvcache.enable() first.")
+            raise RuntimeError(NOT_CALLED.format(name="sliding_window"))
         self._pending = states
         self.seen += states[0].shape[2]
         return key_states, value_states
@@ -78,21 +78,34 @@ class SinkWindowLayer(KVLayer):
     def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
         """Attention of the new tokens over sinks and window; what has left the window is dropped afterwards."""
         states, self._pending = self._pending, None
+        before = self.seen - states[0].shape[2]
+        self._check_mask(module, mask, states[0].shape[2])
+
+        def run(window: list[torch.Tensor], begin: int):
+            window_mask = self._window_mask(module, query, mask, before, begin)
+            return self._attend(base, module, query, window, window_mask, mask, before, args, kwargs)
+
+        return self._advance(states, mask, run)
+
+    def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        states = self._prepare(key_states, value_states)
+        self.seen += states[0].shape[2]
+        self._advance(states, None, lambda window, begin: None)
+
+    def _advance(self, states: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None, run: Callable):
+        """Store the new tokens, `run` on the slots that any query's window holds, and drop what has left it."""
         count = states[0].shape[2]
         before = self.seen - count
-        self._check_mask(module, mask, count)
         self.sinks.capture(states, before, mask)
         begin = max(self.table.start, before - self.sliding_window + 1)
-        fits = count <= self.sliding_window or self.record_past
-        if fits:
+        if count <= self.sliding_window or self.record_past:
             self.table.append(states)
             window = self.table.materialize(begin)
         else:
             window = [torch.cat(pair, dim=2) for pair in zip(self.table.materialize(begin), states, strict=True)]
             self.table.restart(self.seen - self.sliding_window)
             self.table.append([state[:, :, -self.sliding_window :] for state in states])
-        window_mask = self._window_mask(module, query, mask, before, begin)
-        output = self._attend(base, module, query, window, window_mask, mask, before, args, kwargs)
+        output = run(window, begin)
         if not self.record_past:
             self.table.drop_front(self.seen - self.sliding_window)
         return output

@@ -18,6 +18,14 @@ class StateLayer(LinearAttentionLayer):
 
     read_bytes = 0
 
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        _make_writable(self.conv_states, state_idx)
+        return super().update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        _make_writable(self.recurrent_states, state_idx)
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
     def select_rows(self, rows: np.ndarray) -> None:
         """Row `i` becomes what row `rows[i]` was."""
         for states in (self.conv_states, self.recurrent_states):
@@ -156,3 +164,10 @@ class HybridLayer(StateLayer, CacheLayerMixin):
         StateLayer.__init__(self, number_of_states=self.number_of_states)
         self.record_past = record_past
         self.attention.reset()
+
+
+def _make_writable(states: dict[int, torch.Tensor | None], index: int) -> None:
+    """A state born in inference mode cannot be written outside it, in a later turn: copy it once."""
+    state = states[index]
+    if state is not None and state.is_inference() and not torch.is_inference_mode_enabled():
+        states[index] = state.clone()

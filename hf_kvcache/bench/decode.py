@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
-from ..cache import make_cache
+from ..cache import KVCache, make_cache
 from ..compat import CACHE_ARG
 from ..report import format_bytes, measure
 from .peak import peak_growth
@@ -167,7 +167,10 @@ def _fill(model: PreTrainedModel, cache: Cache, context: int) -> Cache:
         shape = (1, config.num_key_value_heads, length, head_dim)
         for layer in range(config.num_hidden_layers):
             keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))
-            cache.update(keys, values, layer)
+            if isinstance(cache, KVCache):
+                cache.layers[layer].fill(keys, values)
+            else:
+                cache.update(keys, values, layer)
     return cache
 
 

@@ -139,12 +139,15 @@ class Arena:
 
     def _move(self, source: np.ndarray, target: np.ndarray, num_blocks: int) -> None:
         """Copy blocks `source` to `target` in planes of `num_blocks` blocks, a plane at a time."""
+        self.pool.check_room(num_blocks * self.block_bytes - self.reserved_bytes)
         runs = copy_runs(source, target)
         size = self.block_size
+        for table in self.tables:
+            table.forget_views()  # they would keep the old planes alive beside the new ones
         for i, spec in enumerate(self.specs):
             old = self.planes[i]
             shape = (spec.num_heads, num_blocks * size, spec.dim)
-            new = self.pool.reserve(shape, spec.dtype, old.untyped_storage().nbytes())
+            new = self.pool.reserve(shape, spec.dtype)
             if len(runs) <= MAX_COPY_RUNS:
                 for start, stop, length in runs:
                     new[:, stop * size : (stop + length) * size] = old[:, start * size : (start + length) * size]

@@ -41,18 +41,20 @@ class BlockPool:
         """Count `arena` in this pool for as long as it is alive."""
         self._arenas.add(arena)
 
-    def reserve(self, shape: tuple[int, ...], dtype: torch.dtype, replaced_bytes: int) -> torch.Tensor:
-        """An uninitialised tensor of `shape`, to take the place of `replaced_bytes` bytes that the caller holds.
+    def check_room(self, added_bytes: int) -> None:
+        """Refuse to grow by `added_bytes` beyond the limit, before anything has moved.
 
         Raises:
             RuntimeError: if the pool has a limit and would exceed it.
         """
-        wanted = dtype.itemsize * torch.Size(shape).numel()
-        if self.max_bytes is not None and (total := self.reserved_bytes - replaced_bytes + wanted) > self.max_bytes:
+        if self.max_bytes is not None and (total := self.reserved_bytes + added_bytes) > self.max_bytes:
             raise RuntimeError(
                 f"the block pool on {self.device} is empty: {total} bytes are needed and max_bytes={self.max_bytes}: "
                 "raise max_bytes, free a sequence, or shorten the context."
             )
+
+    def reserve(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor."""
         # A tensor born in inference mode could never be written outside it, in a later turn.
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=self.device)

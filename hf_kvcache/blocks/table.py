@@ -82,6 +82,10 @@ class BlockTable:
         """Follow a new layout of the arena: block `i` is now block `new_ids[i]`."""
         self._set_ids(new_ids[self.block_ids])
 
+    def forget_views(self) -> None:
+        """Let go of the views of the arena that reading keeps at hand."""
+        self._one_run = None
+
     def _set_ids(self, block_ids: np.ndarray) -> None:
         self.block_ids = block_ids
         self._spans = self._one_run = None

@@ -1,0 +1,81 @@
+"""The 4-bit codebooks of bitsandbytes: NF4 for normally distributed values, FP4.
+
+Stores 4.25 bits a value: a code, and a float16 largest magnitude for each 64 channels of a token. NF4 is the better of
+the two here. Needs the extra `bnb`; works wherever bitsandbytes has a backend (CPU and CUDA among them).
+Paper: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314 (section 3).
+"""
+
+import importlib.util
+
+import torch
+
+from ..blocks.arena import Plane
+from .base import Codec, Shape
+
+GROUP_LENGTH = 32
+_BLOCK = 64
+
+
+def check_usable(name: str, head_dim: int) -> None:
+    """Refuse what bitsandbytes cannot do here, before any model runs.
+
+    Raises:
+        ImportError: if it is missing, with the command that installs it.
+        ValueError: if no block size of it divides the head dimension.
+    """
+    if head_dim % 32:
+        raise ValueError(f"cache {name!r} needs a head dimension that 32 divides, not {head_dim}: use 'int4'.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(f"cache {name!r} needs bitsandbytes: install it with pip install 'hf_kvcache[bnb]'.")
+
+
+class BitsAndBytesCodec(Codec):
+    """Two codes a byte, `[tokens, D]`, and a float16 absmax for each block of 64 channels (32, if 64 does not fit).
+
+    Args:
+        quant_type: "nf4" or "fp4".
+    """
+
+    group_length = GROUP_LENGTH
+
+    def __init__(self, quant_type: str):
+        self.quant_type = quant_type
+
+    def planes(self, shape: Shape) -> tuple[Plane, ...]:
+        values = self.group_length * shape.dim
+        return (
+            Plane(shape.num_heads, values // 2, torch.uint8),
+            Plane(shape.num_heads, values // self._block(shape.dim), torch.float16),
+        )
+
+    @staticmethod
+    def _block(dim: int) -> int:
+        # Blocks stay within a token: wider ones are decoded wrongly by bitsandbytes' AVX512 kernel.
+        return 64 if dim % 64 == 0 else 32
+
+    def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        from bitsandbytes.functional import quantize_4bit
+
+        rows, heads, tokens, dim = states.shape
+        block = self._block(dim)
+        flat = states.float().contiguous().view(-1)
+        codes, state = quantize_4bit(flat, blocksize=block, quant_type=self.quant_type)
+        shape = (rows, heads, tokens // self.group_length)
+        return [codes.view(*shape, -1), state.absmax.half().view(*shape, -1)]
+
+    def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
+        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+        codes, absmax = encoded
+        rows, heads, groups = codes.shape[:3]
+        block = self._block(shape.dim)
+        state = QuantState(
+            absmax=absmax.float().contiguous().view(-1),
+            shape=torch.Size((codes.numel() * 2,)),
+            code=get_4bit_type(self.quant_type, device=codes.device, blocksize=block),
+            blocksize=block,
+            quant_type=self.quant_type,
+            dtype=torch.float32,
+        )
+        flat = dequantize_4bit(codes.contiguous().view(-1, 1), state)
+        return flat.view(rows, heads, groups * self.group_length, shape.dim).to(shape.dtype)

@@ -1,0 +1,25 @@
+"""Small integers in bytes. A byte holds one code of each of `8 / nbits` equal segments of the packed axis.
+
+Unpacking a segment then yields consecutive elements, which compilers turn into wide vector code.
+"""
+
+import torch
+
+
+def pack(codes: torch.Tensor, nbits: int) -> torch.Tensor:
+    """Pack uint8 `codes` `[..., n]` of `nbits` (1, 2, 4 or 8) along the last axis: `[..., n * nbits / 8]`."""
+    if nbits == 8:
+        return codes
+    segments = codes.unflatten(-1, (8 // nbits, -1))
+    packed = segments[..., 0, :].clone()
+    for index in range(1, 8 // nbits):
+        packed |= segments[..., index, :] << (index * nbits)
+    return packed
+
+
+def unpack(packed: torch.Tensor, nbits: int) -> torch.Tensor:
+    """Undo `pack`: uint8 codes `[..., n]`."""
+    if nbits == 8:
+        return packed
+    shifts = range(0, 8, nbits)
+    return torch.stack([(packed >> shift) & (2**nbits - 1) for shift in shifts], dim=-2).flatten(-2)

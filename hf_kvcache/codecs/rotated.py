@@ -1,0 +1,170 @@
+"""Rotated codebook: rotate each vector, then code every coordinate with the best codebook for a normal distribution.
+
+Stores `nbits + 16 / D` bits a value, and a mean key for each group of 128 tokens (1/8 bit a key value). A fixed random
+rotation makes all coordinates of any vector look normally distributed, so that one codebook serves every channel.
+Not calibrated to a model: works at once on any head dimension.
+Papers: Ashkboos et al. 2024, QuaRot, https://arxiv.org/abs/2404.00456; Zandieh et al. 2025, TurboQuant,
+https://arxiv.org/abs/2504.19874 (section 3.1).
+Differs from TurboQuant: the mean key is subtracted first, the scale is fitted by least squares instead of the norm, and
+there is no sign sketch of the residual: unbiased as it is, its variance ruins the softmax.
+"""
+
+import functools
+import math
+
+import torch
+
+from ..blocks.arena import Plane
+from ..kernels.packed import key_products, value_products
+from .base import Codec, FusedKeyCodec, FusedValueCodec, Shape
+from .packing import pack, unpack
+
+GROUP_LENGTH = 128
+_SCALES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
+
+
+@functools.cache
+def codebook(nbits: int) -> torch.Tensor:
+    """Lloyd-Max codebook of the standard normal distribution, `[2 ** nbits]`, ascending (Lloyd 1982)."""
+    size = 2**nbits
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64))
+    levels = normal.icdf((torch.arange(size, dtype=torch.float64) + 0.5) / size)
+    bound = torch.tensor([30.0], dtype=torch.float64)
+    for _ in range(2000):
+        edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
+        density = torch.exp(-edges * edges / 2) / math.sqrt(2 * math.pi)
+        levels = (density[:-1] - density[1:]) / normal.cdf(edges).diff().clamp_min(1e-300)
+    return levels.float()
+
+
+@functools.cache
+def rotation(dim: int) -> torch.Tensor:
+    """A fixed orthogonal `[dim, dim]` matrix: a Hadamard matrix with random signs, or a random one for other sizes."""
+    generator = torch.Generator().manual_seed(0)
+    if dim & (dim - 1):
+        matrix, triangle = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
+        return (matrix * triangle.diagonal().sign()).float()
+    matrix = torch.ones(1, 1)
+    while len(matrix) < dim:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.randint(0, 2, (dim,), generator=generator) * 2 - 1
+    return matrix / math.sqrt(dim) * signs
+
+
+@functools.cache
+def curve(nbits: int) -> tuple[float, ...]:
+    """The odd polynomial through the codebook: its coefficients, for a code scaled to [-1, 1]."""
+    levels = codebook(nbits).double()[2 ** (nbits - 1) :]
+    half = (2**nbits - 1) / 2
+    scaled = (torch.arange(2 ** (nbits - 1), 2**nbits, dtype=torch.float64) - half) / half
+    powers = torch.arange(len(levels)) * 2 + 1
+    return tuple(torch.linalg.solve(scaled[:, None] ** powers, levels).tolist())
+
+
+class _RotatedCodec(Codec):
+    group_length = GROUP_LENGTH
+
+    def __init__(self, nbits: int):
+        self.nbits = nbits
+        # A code of 3 bits is packed as 2 bits and 1 bit.
+        self.widths = (2, 1) if nbits == 3 else (nbits,)
+
+    def planes(self, shape: Shape) -> tuple[Plane, ...]:
+        values = self.group_length * shape.dim
+        codes = [Plane(shape.num_heads, values * width // 8, torch.uint8) for width in self.widths]
+        return (*codes, Plane(shape.num_heads, self.group_length, torch.float16))
+
+    def _pack(self, codes: torch.Tensor) -> list[torch.Tensor]:
+        planes, shift = [], 0
+        for width in self.widths:
+            planes.append(pack((codes >> shift) & (2**width - 1), width).flatten(-2))
+            shift += width
+        return planes
+
+    def _unpack(self, planes: list[torch.Tensor], rows: int) -> torch.Tensor:
+        codes, shift = None, 0
+        for width, plane in zip(self.widths, planes, strict=True):
+            part = unpack(plane.unflatten(-1, (rows, -1)), width) << shift
+            codes = part if codes is None else codes | part
+            shift += width
+        return codebook(self.nbits).to(codes.device)[codes.int()]
+
+    def _fit(self, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (uint8) and least-squares scale of each rotated vector, the best of a few scales to round at."""
+        levels = codebook(self.nbits).to(rotated.device)
+        edges = (levels[1:] + levels[:-1]) / 2
+        spread = rotated.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-9)
+        best_codes, best_scale, best_error = None, None, None
+        for factor in _SCALES:
+            codes = torch.bucketize(rotated / (spread * factor), edges, out_int32=True)
+            centroids = levels[codes]
+            scale = (centroids * rotated).sum(-1) / centroids.square().sum(-1)
+            error = (centroids * scale.unsqueeze(-1) - rotated).square_().sum(-1)
+            if best_codes is None:
+                best_codes, best_scale, best_error = codes, scale, error
+                continue
+            is_better = error < best_error
+            best_codes = torch.where(is_better.unsqueeze(-1), codes, best_codes)
+            best_scale = torch.where(is_better, scale, best_scale)
+            best_error = torch.minimum(error, best_error)
+        return best_codes.to(torch.uint8), best_scale.half()
+
+
+class RotatedKeyCodec(_RotatedCodec, FusedKeyCodec):
+    """Codes `[D, tokens]`, a float16 scale a token, and the float16 mean key of the group, which is subtracted first.
+
+    Args:
+        nbits: bits a code: 2, 3 or 4.
+    """
+
+    def planes(self, shape: Shape) -> tuple[Plane, ...]:
+        return (*super().planes(shape), Plane(shape.num_heads, shape.dim, torch.float16))
+
+    def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        grouped = states.float().unflatten(2, (-1, self.group_length))  # [B, H, n, G, D]
+        mean = grouped.mean(-2).half()
+        rotated = (grouped - mean.float().unsqueeze(-2)) @ rotation(states.shape[-1]).to(states.device).T
+        codes, scale = self._fit(rotated)
+        return [*self._pack(codes.transpose(-1, -2)), scale, mean]
+
+    def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
+        *planes, scale, mean = encoded
+        rotated = self._unpack(planes, shape.dim).transpose(-1, -2) * scale.float().unsqueeze(-1)
+        states = rotated @ rotation(shape.dim).to(rotated.device) + mean.float().unsqueeze(-2)
+        return states.flatten(2, 3).to(shape.dtype)
+
+    def scores(self, query: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
+        *planes, scale, mean = (plane.flatten(0, 1) for plane in encoded)
+        rows = query.flatten(0, 1).float()  # [B * H, M, D]
+        # Rotating the query once stands for rotating every key back.
+        rotated = (rows @ rotation(query.shape[-1]).to(rows.device).T).unsqueeze(2)
+        packed = [plane.unflatten(-1, (query.shape[-1], -1)) for plane in planes]
+        products = key_products(rotated, packed, self.widths, curve(self.nbits))  # [B * H, M, n, G]
+        bias = torch.matmul(rows, mean.float().transpose(-1, -2)).unsqueeze(-1)
+        return (products * scale.float().unsqueeze(1) + bias).flatten(-2).unflatten(0, query.shape[:2])
+
+
+class RotatedValueCodec(_RotatedCodec, FusedValueCodec):
+    """Codes `[tokens, D]` and a float16 scale a token.
+
+    Args:
+        nbits: bits a code: 2, 3 or 4.
+    """
+
+    def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        grouped = states.float().unflatten(2, (-1, self.group_length))  # [B, H, n, G, D]
+        codes, scale = self._fit(grouped @ rotation(states.shape[-1]).to(states.device).T)
+        return [*self._pack(codes), scale]
+
+    def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
+        *planes, scale = encoded
+        rotated = self._unpack(planes, self.group_length) * scale.float().unsqueeze(-1)
+        return (rotated @ rotation(shape.dim).to(rotated.device)).flatten(2, 3).to(shape.dtype)
+
+    def mix(self, weights: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
+        *planes, scale = (plane.flatten(0, 1) for plane in encoded)
+        packed = [plane.unflatten(-1, (self.group_length, -1)).flatten(1, 2) for plane in planes]  # [B * H, T, *]
+        scaled = weights.flatten(0, 1).float() * scale.float().flatten(-2).unsqueeze(1)
+        rotated = value_products(scaled.unsqueeze(2), packed, self.widths, curve(self.nbits))
+        # The weighted sum is rotated back once, instead of every value.
+        return (rotated @ rotation(rotated.shape[-1]).to(rotated.device)).unflatten(0, weights.shape[:2])
