@@ -157,7 +157,7 @@ _STATES = ("linear_attention", "conv")
 
 def _windowed_layers(recipe: Recipe, layer_types: list[str]) -> set[int]:
     """Indices of the layers that get sinks and a window: full-attention ones, all or as the options choose."""
-    if recipe.fills("retention") is None:
+    if (retention := recipe.fills("retention")) is None or retention.name != "sliding_window":
         return set()
     full = [i for i, layer_type in enumerate(layer_types) if layer_type in _FULL]
     chosen, every = recipe.options["layers"], recipe.options["global_every"]

@@ -111,7 +111,7 @@ class CodedLayer(KVLayer):
         self.seen += states[0].shape[2]
         return key_states, value_states
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)  # the kernels are compiled themselves
     def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
         """Attention of the new tokens over sinks, encoded groups and tail; then encode what has left the tail."""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):

@@ -47,6 +47,9 @@ def prepare_cache(original: Callable) -> Callable:
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         cache = model_kwargs.get(compat.CACHE_ARG)
         name = generation_config.cache_implementation
+        is_assistant = getattr(generation_config, "is_assistant", False)
+        if isinstance(cache, KVCache) and is_assistant:
+            return None  # the draft model's own cache, round after round (with the name too, before 5.24)
         if not registry.is_ours(name) or generation_config.use_cache is False:
             if isinstance(cache, KVCache):
                 # A past that assisted decoding recorded is only rolled back there.
@@ -62,7 +65,7 @@ def prepare_cache(original: Callable) -> Callable:
                 "a transformers Cache. Leave cache_implementation out."
             )
         cache = model_kwargs[compat.CACHE_ARG] = make_cache(self, name, **dict(generation_config.cache_config or {}))
-        if getattr(generation_config, "is_assistant", False):
+        if is_assistant:
             cache.activate_past_recording()
         return None
 

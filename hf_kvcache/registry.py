@@ -200,7 +200,7 @@ CATALOG: tuple[Family, ...] = (
     Family(12, "Offloading", "GPU residency", True, (), _LATER, "https://arxiv.org/abs/2303.06865"),
 )
 
-_TRANSFORMERS_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged")
+_TRANSFORMERS_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged", "hybrid")
 
 
 def is_ours(name: Any) -> bool:

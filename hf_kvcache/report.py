@@ -85,8 +85,8 @@ class MemoryReport:
 
     @property
     def compression_ratio(self) -> float:
-        """What DynamicCache would store, divided by what is stored here."""
-        return self.dynamic_bytes / self.stored_bytes if self.stored_bytes else 1.0
+        """What DynamicCache would hold, divided by what is held here: room to grow counts too."""
+        return self.dynamic_bytes / self.reserved_bytes if self.reserved_bytes else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"waste_bytes": self.waste_bytes, "compression_ratio": self.compression_ratio}
@@ -116,7 +116,7 @@ class MemoryReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=90)
+        console = Console(width=90, color_system=None, force_terminal=False, force_jupyter=False)
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()

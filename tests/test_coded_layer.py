@@ -75,13 +75,13 @@ def test_attention_equals_full_attention_over_decoded_states(
     torch.testing.assert_close(got, run(model, oracle, ids[:, LENGTH:], mask), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int2", "turboquant"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 def test_fused_attention_equals_full_attention(name, is_padded, tiny_model, make_ids, left_pad, run, fused_kernels):
     model = tiny_model("llama")
     ids, mask = left_pad(make_ids(3, 200), [200, 90, 77] if is_padded else [10**6] * 3)
     mask = mask if is_padded else None
-    cache = make_cache(model, name, **(OPTIONS if name.startswith("int") else {"residual_length": 24}))
+    cache = make_cache(model, name, **OPTIONS)
     run(model, cache, ids[:, :-1], None if mask is None else mask[:, :-1])
     assert cache.layers[0].coded_length >= 80
     oracle = _Decoded(cache, model.config)

@@ -1,6 +1,7 @@
 """Block tables of a batch of sequences on one arena: append, crop, drop the front, reorder, fork, free."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,7 +57,8 @@ class BlockTable:
         return clone
 
     def __del__(self):
-        self.arena.release(self.block_ids)
+        if not sys.is_finalizing():  # numpy may be gone by then, and so is the arena
+            self.arena.release(self.block_ids)
 
     def fork(self) -> "BlockTable":
         """A second table over the same tokens that shares every block until one of the two writes."""

@@ -124,7 +124,7 @@ def comparison_table(ours: Run, default: Run) -> Table:
     table = Table(*columns, *([] if ours.peak_bytes is None else ["peak memory"]))
     index = first_difference(ours.token_ids, default.token_ids)
     difference = "identical" if index is None else f"new token {index}"
-    ratio = f"{default.cache_bytes / ours.cache_bytes:.2f}x" if ours.cache_bytes else "-"
+    ratio = f"{ours.cache.report().compression_ratio:.2f}x"
     for one, *remarks in ((ours, difference, ratio), (default, "-", "1.00x")):
         speed = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.1f}"
         memory = format_bytes(one.cache_bytes)

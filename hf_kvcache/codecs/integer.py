@@ -80,7 +80,7 @@ class KeyIntegerCodec(_IntegerCodec, FusedKeyCodec):
         scaled = rows.unsqueeze(2) * scale.float().unsqueeze(1)  # [B * H, M, n, D]
         bias = torch.matmul(rows, zero.float().transpose(-1, -2)).unsqueeze(-1)  # [B * H, M, n, 1]
         packed = codes.unflatten(-1, (query.shape[-1], -1))
-        products = key_products(scaled, [packed], (self.nbits,), ())
+        products = key_products(scaled, packed, self.nbits)
         return (products + bias).flatten(-2).unflatten(0, query.shape[:2])
 
 
@@ -107,4 +107,4 @@ class ValueIntegerCodec(_IntegerCodec, FusedValueCodec):
         rows = weights.flatten(0, 1).float()  # [B * H, M, T]
         offset = torch.matmul(rows, zero.float()).repeat_interleave(self.q_group_size, dim=-1)  # [B * H, M, D]
         scaled = rows.unsqueeze(2) * scale.float().transpose(-1, -2).unsqueeze(1)  # [B * H, M, D / group, T]
-        return (value_products(scaled, [codes], (self.nbits,), ()) + offset).unflatten(0, weights.shape[:2])
+        return (value_products(scaled, codes, self.nbits) + offset).unflatten(0, weights.shape[:2])

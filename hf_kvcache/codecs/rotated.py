@@ -2,7 +2,8 @@
 
 Stores `nbits + 16 / D` bits a value, and a mean key for each group of 128 tokens (1/8 bit a key value). A fixed random
 rotation makes all coordinates of any vector look normally distributed, so that one codebook serves every channel.
-Not calibrated to a model: works at once on any head dimension.
+Not calibrated to a model: works at once on any head dimension. Decoded a slice at a time in each step, which takes
+longer than the integers' products on the stored form: choose it for its fidelity a byte.
 Papers: Ashkboos et al. 2024, QuaRot, https://arxiv.org/abs/2404.00456; Zandieh et al. 2025, TurboQuant,
 https://arxiv.org/abs/2504.19874 (section 3.1).
 Differs from TurboQuant: the mean key is subtracted first, the scale is fitted by least squares instead of the norm, and
@@ -15,8 +16,7 @@ import math
 import torch
 
 from ..blocks.arena import Plane
-from ..kernels.packed import key_products, value_products
-from .base import Codec, FusedKeyCodec, FusedValueCodec, Shape
+from .base import Codec, Shape
 from .packing import pack, unpack
 
 GROUP_LENGTH = 128
@@ -51,16 +51,6 @@ def rotation(dim: int) -> torch.Tensor:
     return matrix / math.sqrt(dim) * signs
 
 
-@functools.cache
-def curve(nbits: int) -> tuple[float, ...]:
-    """The odd polynomial through the codebook: its coefficients, for a code scaled to [-1, 1]."""
-    levels = codebook(nbits).double()[2 ** (nbits - 1) :]
-    half = (2**nbits - 1) / 2
-    scaled = (torch.arange(2 ** (nbits - 1), 2**nbits, dtype=torch.float64) - half) / half
-    powers = torch.arange(len(levels)) * 2 + 1
-    return tuple(torch.linalg.solve(scaled[:, None] ** powers, levels).tolist())
-
-
 class _RotatedCodec(Codec):
     group_length = GROUP_LENGTH
 
@@ -81,10 +71,10 @@ class _RotatedCodec(Codec):
             shift += width
         return planes
 
-    def _unpack(self, planes: list[torch.Tensor], rows: int) -> torch.Tensor:
+    def _unpack(self, planes: list[torch.Tensor]) -> torch.Tensor:
         codes, shift = None, 0
         for width, plane in zip(self.widths, planes, strict=True):
-            part = unpack(plane.unflatten(-1, (rows, -1)), width) << shift
+            part = unpack(plane.unflatten(-1, (self.group_length, -1)), width) << shift
             codes = part if codes is None else codes | part
             shift += width
         return codebook(self.nbits).to(codes.device)[codes.int()]
@@ -110,8 +100,8 @@ class _RotatedCodec(Codec):
         return best_codes.to(torch.uint8), best_scale.half()
 
 
-class RotatedKeyCodec(_RotatedCodec, FusedKeyCodec):
-    """Codes `[D, tokens]`, a float16 scale a token, and the float16 mean key of the group, which is subtracted first.
+class RotatedKeyCodec(_RotatedCodec):
+    """Codes `[tokens, D]`, a float16 scale a token, and the float16 mean key of the group, which is subtracted first.
 
     Args:
         nbits: bits a code: 2, 3 or 4.
@@ -125,26 +115,16 @@ class RotatedKeyCodec(_RotatedCodec, FusedKeyCodec):
         mean = grouped.mean(-2).half()
         rotated = (grouped - mean.float().unsqueeze(-2)) @ rotation(states.shape[-1]).to(states.device).T
         codes, scale = self._fit(rotated)
-        return [*self._pack(codes.transpose(-1, -2)), scale, mean]
+        return [*self._pack(codes), scale, mean]
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         *planes, scale, mean = encoded
-        rotated = self._unpack(planes, shape.dim).transpose(-1, -2) * scale.float().unsqueeze(-1)
+        rotated = self._unpack(planes) * scale.float().unsqueeze(-1)
         states = rotated @ rotation(shape.dim).to(rotated.device) + mean.float().unsqueeze(-2)
         return states.flatten(2, 3).to(shape.dtype)
 
-    def scores(self, query: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        *planes, scale, mean = (plane.flatten(0, 1) for plane in encoded)
-        rows = query.flatten(0, 1).float()  # [B * H, M, D]
-        # Rotating the query once stands for rotating every key back.
-        rotated = (rows @ rotation(query.shape[-1]).to(rows.device).T).unsqueeze(2)
-        packed = [plane.unflatten(-1, (query.shape[-1], -1)) for plane in planes]
-        products = key_products(rotated, packed, self.widths, curve(self.nbits))  # [B * H, M, n, G]
-        bias = torch.matmul(rows, mean.float().transpose(-1, -2)).unsqueeze(-1)
-        return (products * scale.float().unsqueeze(1) + bias).flatten(-2).unflatten(0, query.shape[:2])
 
-
-class RotatedValueCodec(_RotatedCodec, FusedValueCodec):
+class RotatedValueCodec(_RotatedCodec):
     """Codes `[tokens, D]` and a float16 scale a token.
 
     Args:
@@ -158,13 +138,5 @@ class RotatedValueCodec(_RotatedCodec, FusedValueCodec):
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         *planes, scale = encoded
-        rotated = self._unpack(planes, self.group_length) * scale.float().unsqueeze(-1)
+        rotated = self._unpack(planes) * scale.float().unsqueeze(-1)
         return (rotated @ rotation(shape.dim).to(rotated.device)).flatten(2, 3).to(shape.dtype)
-
-    def mix(self, weights: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        *planes, scale = (plane.flatten(0, 1) for plane in encoded)
-        packed = [plane.unflatten(-1, (self.group_length, -1)).flatten(1, 2) for plane in planes]  # [B * H, T, *]
-        scaled = weights.flatten(0, 1).float() * scale.float().flatten(-2).unsqueeze(1)
-        rotated = value_products(scaled.unsqueeze(2), packed, self.widths, curve(self.nbits))
-        # The weighted sum is rotated back once, instead of every value.
-        return (rotated @ rotation(rotated.shape[-1]).to(rotated.device)).unflatten(0, weights.shape[:2])

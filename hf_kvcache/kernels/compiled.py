@@ -30,7 +30,8 @@ def compiled(function: Callable, variant: str) -> Callable:
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_{variant}")
     named = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    fast = torch.compile(named, dynamic=True)
+    # Whole or not at all: a kernel that falls apart into pieces is slower than none.
+    fast = torch.compile(named, dynamic=True, fullgraph=True)
 
     @functools.wraps(function)
     def run(*args):

@@ -8,7 +8,7 @@ from hf_kvcache.codecs.bnb import BitsAndBytesCodec
 from hf_kvcache.codecs.fp8 import Fp8Codec
 from hf_kvcache.codecs.integer import KeyIntegerCodec, ValueIntegerCodec
 from hf_kvcache.codecs.packing import pack, unpack
-from hf_kvcache.codecs.rotated import RotatedKeyCodec, RotatedValueCodec, codebook, curve, rotation
+from hf_kvcache.codecs.rotated import RotatedKeyCodec, RotatedValueCodec, codebook, rotation
 from hf_kvcache.kernels import packed
 
 
@@ -122,29 +122,6 @@ def test_products_on_the_stored_form_equal_those_of_the_decoded(nbits, size, dim
     expected = query @ key_codec.decode(keys, shape).transpose(-1, -2)
     torch.testing.assert_close(key_codec.scores(query, keys), expected, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(value_codec.mix(weights, values), weights @ value_codec.decode(values, shape))
-
-
-@pytest.mark.parametrize("dim", [16, 64, 80])
-@pytest.mark.parametrize("nbits", [2, 3, 4])
-def test_rotated_products_equal_those_of_the_decoded(nbits, dim, plain_kernels):
-    shape = Shape(3, dim, torch.float32)
-    states = torch.randn(2, 3, 256, dim, generator=torch.Generator().manual_seed(2)) + 2
-    query = torch.randn(2, 3, 5, dim, generator=torch.Generator().manual_seed(3))
-    weights = torch.rand(2, 3, 5, 256, generator=torch.Generator().manual_seed(4)).softmax(-1)
-    key_codec, value_codec = RotatedKeyCodec(nbits), RotatedValueCodec(nbits)
-    keys, values = key_codec.encode(states), value_codec.encode(states)
-    torch.testing.assert_close(
-        key_codec.scores(query, keys), query @ key_codec.decode(keys, shape).mT, rtol=1e-4, atol=1e-3
-    )
-    torch.testing.assert_close(
-        value_codec.mix(weights, values), weights @ value_codec.decode(values, shape), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("nbits", [2, 3, 4])
-def test_curve_goes_through_the_codebook(nbits):
-    code = torch.arange(2**nbits).float()
-    torch.testing.assert_close(packed._evaluate(code, curve(nbits), nbits), codebook(nbits), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
