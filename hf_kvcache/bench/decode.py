@@ -105,7 +105,7 @@ def bench_decode(
         rows += _bench_context(model, names, context, steps)
         gc.collect()
     return DecodeBench(
-        model=getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        model=getattr(model.config, "_name_or_path", "").rsplit("/", 1)[-1] or type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         threads=torch.get_num_threads(),
