@@ -49,6 +49,7 @@ class KVLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
+    grows = True  # whether one more token takes more memory, however many came before
 
     def __init__(self, context: LayerContext):
         # The parent's `keys` and `values` are attributes; here they are views of the blocks.

@@ -59,7 +59,8 @@ class MemoryReport:
     """Memory and reads of a cache. All sizes in bytes, measured; `dynamic_bytes` is what DynamicCache would store.
 
     `bits_per_value` is all that is stored, over the key and value elements of the tokens kept, and
-    `marginal_bits_per_value` what one more old token will cost: scales and every other overhead included.
+    `marginal_bits_per_value` what one more old token will cost in the layers that grow with it: scales and every other
+    overhead included.
     """
 
     technique: str
@@ -141,9 +142,10 @@ def build_report(cache: Any) -> MemoryReport:
     reserved = sum(by_device.values())
     stored = reserved - sum(_unused_bytes(arena) for arena in arenas)
     parts = [part for layer in attention if (part := _attention_part(layer)).table is not None]
-    widths = [part.table.num_rows * part.values_per_token for part in parts]
-    num_values = sum(width * part.stored_length for width, part in zip(widths, parts, strict=True))
-    marginal = sum(width * part.marginal_bits for width, part in zip(widths, parts, strict=True))
+    width = {id(part): part.table.num_rows * part.values_per_token for part in parts}
+    num_values = sum(width[id(part)] * part.stored_length for part in parts)
+    growing = [part for part in parts if part.grows]
+    marginal = sum(width[id(part)] * part.marginal_bits for part in growing)
     homes = {table.arena.pool.device for table in tables} or set(by_device)
     on_device = sum(size for device, size in by_device.items() if device in homes)
     return MemoryReport(
@@ -161,7 +163,7 @@ def build_report(cache: Any) -> MemoryReport:
         read_bytes=sum(getattr(layer, "read_bytes", 0) for layer in cache.layers),
         dynamic_bytes=sum(_dynamic_bytes(layer) for layer in cache.layers),
         bits_per_value=8 * stored / num_values if num_values else 0.0,
-        marginal_bits_per_value=marginal / sum(widths) if parts else 0.0,
+        marginal_bits_per_value=marginal / sum(width[id(part)] for part in growing) if growing else 0.0,
     )
 
 

@@ -18,6 +18,7 @@ class SlidingBlockLayer(KVLayer):
     """
 
     is_sliding = True
+    grows = False
 
     def __init__(self, context: LayerContext, *, sliding_window: int):
         super().__init__(context)

@@ -34,6 +34,8 @@ class SinkWindowLayer(KVLayer):
             tokens had never been there, so no distance exceeds `num_sink_tokens + sliding_window`.
     """
 
+    grows = False
+
     def __init__(
         self, context: LayerContext, *, sliding_window: int, num_sink_tokens: int, rotary: Rotary | None = None
     ):

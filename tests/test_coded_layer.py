@@ -174,6 +174,7 @@ def test_local_layers_stay_exact_windows(tiny_model, make_ids, run):
     assert not isinstance(cache.layers[0], CodedLayer)
     assert isinstance(cache.layers[1], CodedLayer)
     assert cache.layers[0].stored_length <= 9
+    assert cache.report().marginal_bits_per_value == cache.layers[1].marginal_bits == 6
 
 
 def test_reuse_fork_copy_reset(tiny_model, make_ids, run):
