@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import compat
+from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
 from .blocks import Arena, BlockTable
 from .codecs.base import Codec, FusedKeyCodec, FusedValueCodec, Shape
 from .kernels.compiled import CannotCompileError, is_usable
-from .layer import NOT_CALLED, KVLayer, LayerContext, check_crop
+from .layer import LayerContext, check_crop
 from .masks import join_masks, restrict_mask, visible
 from .sinks import Sinks
 
@@ -28,7 +28,7 @@ SLICE_LENGTH = 2048
 MIN_FUSED_LENGTH = 256
 
 
-class CodedLayer(KVLayer):
+class CodedLayer(AttendingLayer):
     """Groups of encoded tokens, then an exact tail of `residual_length` to `residual_length + group_length` tokens.
 
     Slots `[0, coded_length)` are encoded, `[coded_length, seen)` exact in blocks; the sinks of each row are kept
@@ -41,6 +41,8 @@ class CodedLayer(KVLayer):
         residual_length: newest tokens that stay exact. Tokens, at least 0.
         num_sink_tokens: first real tokens of each row that stay exact. Tokens, at least 0.
     """
+
+    name = "a quantized cache"
 
     def __init__(
         self,
@@ -63,7 +65,6 @@ class CodedLayer(KVLayer):
         self.coded: BlockTable | None = None
         self.sinks: Sinks | None = None
         self.shapes: tuple[Shape, ...] = ()
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -95,31 +96,7 @@ class CodedLayer(KVLayer):
 
     # --- forward
 
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self._prepare(key_states, value_states)
-        if self._pending is not None:
-            raise RuntimeError(
-                f"layer {self.context.layer_idx} was updated twice without an attention call between: this model does "
-                "not run its attention through transformers' AttentionInterface. Use cache 'blocks'."
-            )
-        if not compat.hand_over(self, kwargs, key_states):
-            raise RuntimeError(NOT_CALLED.format(name="a quantized cache"))
-        self._pending = states
-        self.seen += states[0].shape[2]
-        return key_states, value_states
-
-    @torch.compiler.disable(recursive=False)  # the kernels are compiled themselves
-    def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
-        """Attention of the new tokens over sinks, encoded groups and tail; then encode what has left the tail."""
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
-            raise NotImplementedError(
-                f"a quantized cache cannot read the attention mask of attn_implementation="
-                f"{module.config._attn_implementation!r}: load the model with attn_implementation='sdpa' or 'eager'."
-            )
-        states, self._pending = self._pending, None
+    def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
         return self._advance(states, mask, lambda tail: self._attend(base, module, query, tail, mask, args, kwargs))
 
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

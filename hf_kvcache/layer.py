@@ -12,11 +12,6 @@ from transformers.cache_utils import CacheLayerMixin
 from .blocks import Arena, BlockPool, BlockTable
 from .blocks.arena import Plane
 
-NOT_CALLED = (
-    "{name} runs the attention itself: use it in a transformers model with hf_kvcache.enable() in force, or store "
-    "states without attending with layer.fill(keys, values)."
-)
-
 
 @dataclass
 class LayerContext:

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import compat
+from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
-from .layer import NOT_CALLED, KVLayer, LayerContext, check_crop
+from .layer import LayerContext, check_crop
 from .masks import join_masks, restrict_mask
 from .rotary import Rotary
 from .sinks import Sinks
 
 
-class SinkWindowLayer(KVLayer):
+class SinkWindowLayer(AttendingLayer):
     """The first `num_sink_tokens` real tokens of each row `[B, H, S, D]`, and the newest `sliding_window` in blocks.
 
     Args:
@@ -35,6 +35,7 @@ class SinkWindowLayer(KVLayer):
     """
 
     grows = False
+    name = "sliding_window"
 
     def __init__(
         self, context: LayerContext, *, sliding_window: int, num_sink_tokens: int, rotary: Rotary | None = None
@@ -47,7 +48,6 @@ class SinkWindowLayer(KVLayer):
         self.sliding_window = sliding_window
         self.num_sink_tokens = num_sink_tokens
         self.rotary = rotary
-        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.sinks: Sinks | None = None
 
     @property
@@ -60,28 +60,9 @@ class SinkWindowLayer(KVLayer):
         super().lazy_initialization(key_states, value_states)
         self.sinks = Sinks((key_states, value_states), self.num_sink_tokens)
 
-    @torch.compiler.disable
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self._prepare(key_states, value_states)
-        if self._pending is not None:
-            raise RuntimeError(
-                f"sliding_window: layer {self.context.layer_idx} was updated twice without an attention call between: "
-                "this model does not run its attention through transformers' AttentionInterface. Use cache 'blocks'."
-            )
-        if not compat.hand_over(self, kwargs, key_states):
-            raise RuntimeError(NOT_CALLED.format(name="sliding_window"))
-        self._pending = states
-        self.seen += states[0].shape[2]
-        return key_states, value_states
-
-    @torch.compiler.disable
-    def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
-        """Attention of the new tokens over sinks and window; what has left the window is dropped afterwards."""
-        states, self._pending = self._pending, None
+    def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
         before = self.seen - states[0].shape[2]
-        self._check_mask(module, mask, states[0].shape[2])
+        self._check_mask(module, states[0].shape[2])
 
         def run(window: list[torch.Tensor], begin: int):
             window_mask = self._window_mask(module, query, mask, before, begin)
@@ -134,11 +115,9 @@ class SinkWindowLayer(KVLayer):
         states = [torch.cat(pair, dim=2) for pair in zip(self.sinks.states, window, strict=True)]
         return base(module, query, *states, joined, *args, **kwargs)
 
-    def _check_mask(self, module: nn.Module, mask: torch.Tensor | None, count: int) -> None:
+    def _check_mask(self, module: nn.Module, count: int) -> None:
         implementation = module.config._attn_implementation
-        needs_mask = count > 1 and self.seen > self.sliding_window
-        is_foreign = mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-        if is_foreign or (needs_mask and "flash" in implementation):
+        if count > 1 and self.seen > self.sliding_window and "flash" in implementation:
             raise NotImplementedError(
                 f"sliding_window cannot mask a prompt with attn_implementation={implementation!r}: load the model with "
                 "attn_implementation='sdpa' or 'eager'."
@@ -211,4 +190,4 @@ class SinkWindowLayer(KVLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._pending = self.sinks = None
+        self.sinks = None

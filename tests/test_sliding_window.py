@@ -214,7 +214,7 @@ class TestRefusals:
         module = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
         states = torch.randn(1, 2, length, 16)
         layer.update(states, states, kwargs={})
-        with pytest.raises(NotImplementedError, match="cannot mask a prompt with attn_implementation='flash_attention"):
+        with pytest.raises(NotImplementedError, match="attn_implementation='flash_attention_2': load the model with"):
             layer.attend(pytest.fail, module, torch.randn(1, 4, length, 16), states, states, mask)
 
     def test_a_model_that_changes_what_its_cache_returns(self, tiny_model):

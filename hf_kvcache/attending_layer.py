@@ -1,0 +1,68 @@
+"""Layers that run the attention themselves: they see the query and the mask, and return only the new states."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from . import compat
+from .layer import KVLayer, LayerContext
+
+_NOT_CALLED = (
+    "{name} runs the attention itself: use it in a transformers model with hf_kvcache.enable() in force, or store "
+    "states without attending with layer.fill(keys, values)."
+)
+_CALLED_TWICE = (
+    "{name}: layer {index} was updated twice without an attention call between: this model does not run its attention "
+    "through transformers' AttentionInterface. Use cache 'blocks'."
+)
+_FOREIGN_MASK = (
+    "{name} cannot read the attention mask of attn_implementation={implementation!r}: load the model with "
+    "attn_implementation='sdpa' or 'eager'."
+)
+
+
+class AttendingLayer(KVLayer):
+    """Stores in `attend`, where it knows what the new tokens may see; `update` only takes them.
+
+    Subclasses say how in `_attend_and_store`, and store without a query in `fill`.
+    """
+
+    name = "this cache"  # in messages
+
+    def __init__(self, context: LayerContext):
+        super().__init__(context)
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self._prepare(key_states, value_states)
+        if self._pending is not None:
+            raise RuntimeError(_CALLED_TWICE.format(name=self.name, index=self.context.layer_idx))
+        if not compat.hand_over(self, kwargs, key_states):
+            raise RuntimeError(_NOT_CALLED.format(name=self.name))
+        self._pending = states
+        self.seen += states[0].shape[2]
+        return key_states, value_states
+
+    @torch.compiler.disable(recursive=False)  # kernels further down are compiled themselves
+    def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
+        """Attention of the new tokens over what the layer keeps, in place of `base`, the model's own."""
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
+            implementation = module.config._attn_implementation
+            raise NotImplementedError(_FOREIGN_MASK.format(name=self.name, implementation=implementation))
+        states, self._pending = self._pending, None
+        return self._attend_and_store(base, module, query, states, mask, args, kwargs)
+
+    @abstractmethod
+    def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict): ...
+
+    @abstractmethod
+    def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
+
+    def reset(self) -> None:
+        super().reset()
+        self._pending = None
