@@ -45,7 +45,9 @@ def test_every_command_has_help(command):
     assert "Usage" in result.stdout
 
 
-@pytest.mark.parametrize("command", [["techniques"], ["models", "list"], ["models", "path"], ["bench", "decode"]])
+@pytest.mark.parametrize(
+    "command", [["techniques"], ["models", "list"], ["models", "path"], ["bench", "decode"], ["bench", "fidelity"]]
+)
 def test_every_command_takes_json_and_threads(command):
     text = re.sub(r"\x1b\[[0-9;]*m", "", call(*command, "--help").stdout)  # coloured on some CI services
     assert "--json" in text
