@@ -127,8 +127,9 @@ class CodedLayer(AttendingLayer):
 
     def _encode(self, tail: list[torch.Tensor], groups: int) -> None:
         if groups:
-            length = groups * self.group_length
-            encoded = [codec.encode(t[:, :, :length]) for codec, t in zip(self.codecs, tail, strict=True)]
+            states = [state[:, :, : groups * self.group_length] for state in tail]
+            states = self.sinks.covered(states, self.coded_length)
+            encoded = [codec.encode(state) for codec, state in zip(self.codecs, states, strict=True)]
             self.coded.append([*encoded[0], *encoded[1]])
 
     def _attend(self, base, module, query, tail, mask, args: tuple, kwargs: dict):

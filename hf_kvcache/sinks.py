@@ -63,6 +63,21 @@ class Sinks:
             index = local.clamp(0, count - 1)[:, None, :, None].expand_as(sink)
             sink.copy_(torch.where(is_new, state.gather(2, index), sink))
 
+    def covered(self, states: list[torch.Tensor], start: int) -> list[torch.Tensor]:
+        """`states` of the slots from `start`, with each row's padding and sinks made like the token that follows them.
+
+        For an encoder: nobody reads its copies of them, and sinks have the largest keys of a text, which would widen
+        the range of the group that they share with others.
+        """
+        if start >= self.end:
+            return states
+        length = states[0].shape[2]
+        after = self.first_slot + self.num_tokens - start  # [B]
+        is_unread = (torch.arange(length, device=self.device) < after[:, None])[:, None, :, None]
+        index = after.clamp(0, length - 1)[:, None, None, None]
+        likes = [state.gather(2, index.expand(-1, state.shape[1], 1, state.shape[3])) for state in states]
+        return [torch.where(is_unread, like, state) for like, state in zip(likes, states, strict=True)]
+
     def own_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """The columns of a mask `[B or 1, 1, Tq, T]` that belong to the sinks, `[B, 1, Tq, S]`."""
         index = self.slots.clamp(max=mask.shape[-1] - 1)[:, None, None, :].expand(-1, 1, mask.shape[2], -1)

@@ -11,7 +11,7 @@ from .layer import KVLayer, LayerContext, check_crop
 
 
 class SlidingBlockLayer(KVLayer):
-    """The window of a sliding layer. Between steps, stores the newest `sliding_window` tokens (or all, if fewer).
+    """The window of a sliding layer: stores the newest `sliding_window` tokens, and those of the last step besides.
 
     Exact for layers that the model itself masks to `sliding_window` tokens, the query's own included. One token more
     than the next query needs is kept, so that the newest one can always be taken back.

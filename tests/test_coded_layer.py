@@ -130,6 +130,29 @@ def test_bits_a_value_are_those_of_the_live_storages(tiny_model, make_ids, run):
     del ids
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_huge_sinks_do_not_coarsen_their_group(is_padded, tiny_model, make_ids, left_pad, run):
+    model = tiny_model("llama")
+    _, mask = left_pad(make_ids(2, 64), [64, 50] if is_padded else [64, 64])
+    caches = []
+    for scale in (1, 100):
+        cache = make_cache(model, "int4", q_group_size=16, residual_length=0)
+        layer = cache.layers[0]
+        states = torch.randn(2, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        first = mask.argmax(-1)
+        for row, slot in enumerate(first.tolist()):
+            states[row, :, : slot + 4] *= scale
+        layer.lazy_initialization(states, states)
+        layer.seen = 64
+        visible = mask.bool()[:, None, None, :].expand(-1, 1, 64, -1)
+        layer._advance((states, states), visible if is_padded else None, lambda tail: None)
+        caches.append((layer, states))
+    (plain, _), (huge, states) = caches
+    rest = slice(int(first.max()) + 4, 64)
+    assert torch.equal(plain.keys[:, :, rest], huge.keys[:, :, rest])
+    assert torch.equal(huge.sinks.states[0][1], states[1, :, int(first[1]) : int(first[1]) + 4])
+
+
 def test_a_prompt_is_not_kept_in_full_precision(tiny_model, make_ids, run):
     model = tiny_model("llama")
     cache = make_cache(model, "int8", **OPTIONS)
