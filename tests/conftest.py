@@ -181,3 +181,16 @@ def real_model():
         return loaded[name]
 
     return load
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    """The kernels of the quantized caches as plain PyTorch: compiling them takes seconds and is tested on its own."""
+    from hf_kvcache.kernels import compiled, packed
+
+    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: function)
+    packed._key_kernel.cache_clear()
+    packed._value_kernel.cache_clear()
+    yield
+    packed._key_kernel.cache_clear()
+    packed._value_kernel.cache_clear()

@@ -22,25 +22,18 @@ LENGTH = 111
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch):
-    """Decode without compiled kernels; the tests that need them ask for `fused_kernels`."""
+def no_kernels(monkeypatch):
+    """Decode a slice at a time; the tests of the fused path ask for `fused_kernels`."""
     monkeypatch.setattr(compiled, "_is_broken", True)
 
 
 @pytest.fixture
-def fused_kernels(monkeypatch):
-    """The fused path with its kernels run as plain PyTorch."""
+def fused_kernels(monkeypatch, plain_kernels):
+    """The fused path, whatever the length, with its kernels run as plain PyTorch."""
     from hf_kvcache import coded_layer
-    from hf_kvcache.kernels import packed
 
     monkeypatch.setattr(compiled, "_is_broken", False)
     monkeypatch.setattr(coded_layer, "MIN_FUSED_LENGTH", 1)
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: function)
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
-    yield
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
 
 
 class _Decoded(DynamicCache):
