@@ -55,18 +55,27 @@ def attend_merged(query: torch.Tensor, groups: Sequence[Sequence[Piece]], scalin
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs, logsumexps = [], []
     for group in groups:
-        parts = [_attend_piece(query if p.query is None else p.query, p, scale) for p in group]
+        parts = [attend_piece(query if p.query is None else p.query, p, scale) for p in group]
         outputs.append(parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts]))
         logsumexps.append(parts[0][1] if len(parts) == 1 else torch.cat([lse for _, lse in parts]))
+    return merge(outputs, logsumexps)
+
+
+def merge(outputs: Sequence[torch.Tensor], logsumexps: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One softmax over parts attended apart: outputs `[B, Hq, Tq, Dv]` and log-sum-exps `[B, Hq, Tq]` of each.
+
+    Returns:
+        `[B, Tq, Hq, Dv]`, as transformers' attention functions do.
+    """
     if len(outputs) == 1:
         merged = outputs[0]
     else:
         weights = torch.stack(logsumexps).softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)  # [groups, B, Hq, Tq, 1]
-        merged = (torch.stack(outputs).float() * weights).sum(dim=0).to(query.dtype)
+        merged = (torch.stack(outputs).float() * weights).sum(dim=0).to(outputs[0].dtype)
     return merged.transpose(1, 2).contiguous()
 
 
-def _attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[R, Hq, Tq, Dv]` and log-sum-exp `[R, Hq, Tq]` (float32) of one piece, on its own KV heads."""
     rows, kv_heads, _, _ = piece.key.shape
     query = query[piece.row : piece.row + rows]
@@ -82,16 +91,17 @@ def _attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torc
         # One prefix for all rows: read it once, as one taller query matrix.
         packed = packed.transpose(0, 1).reshape(1, kv_heads, rows * groups * length, dim)
         key, value = key[:1], value[:1]
-    output, logsumexp = _attend_packed(packed, key, value, mask, scale)
+    output, logsumexp = attend_with_logsumexp(packed, key, value, mask, scale)
     if is_shared:
         output = output.view(kv_heads, rows, groups * length, -1).transpose(0, 1)
         logsumexp = logsumexp.view(kv_heads, rows, groups * length).transpose(0, 1)
     return output.reshape(rows, heads, length, -1), logsumexp.reshape(rows, heads, length)
 
 
-def _attend_packed(
+def attend_with_logsumexp(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of query rows `[B, Hkv, M, D]` to the KV heads as they are stored, and its log-sum-exp (float32)."""
     if mask is None and query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, key, value, 0.0, False, scale=scale)

@@ -1,5 +1,8 @@
 """The cache of a whole model: built from its config, used by `generate()` and plain forward calls alike."""
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,15 @@ from . import compat
 from .block_layer import BlockLayer
 from .codecs import build_codecs
 from .coded_layer import CodedLayer
+from .compression import evicting_layers, reconstruct_and_evict
+from .evicting_layer import EvictingLayer
+from .eviction_plan import EvictionPlan
 from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
+from .policies import build_policy
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
-from .rotary import find_rotary
+from .rotary import Rotary, find_rotary
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .states import HybridLayer, StateLayer
@@ -30,12 +37,14 @@ class KVCache(Cache):
     Args:
         layers: one layer for each layer of the model.
         recipe: the techniques and options the layers were built from.
+        model: what the layers were built for; not kept alive.
     """
 
-    def __init__(self, layers: list, recipe: Recipe):
+    def __init__(self, layers: list, recipe: Recipe, model: weakref.ref):
         compat.enable()
         super().__init__(layers=layers)
         self.recipe = recipe
+        self.model = model
 
     def __repr__(self) -> str:
         return f"KVCache({self.recipe.name!r}, {len(self.layers)} layers, {self.num_tokens_seen} tokens seen)"
@@ -82,12 +91,52 @@ class KVCache(Cache):
         """All layers but those that share another layer's keys and values."""
         return [layer for layer in self.layers if isinstance(layer, (KVLayer, StateLayer))]
 
+    def compress(self, input_ids: torch.Tensor | None = None) -> None:
+        """Evict tokens now, as the technique's options say; `generate()` does it by itself when a prompt is in.
+
+        Args:
+            input_ids: `[B, T]`, the tokens in the cache, padding included, or the newest of them. Needed by policies
+                that read them a second time (`kvzip`).
+
+        Raises:
+            ValueError: if nothing of this cache evicts, or the ids are needed and missing or do not fit.
+        """
+        layers = evicting_layers(self.layers)
+        if not layers:
+            raise ValueError(f"cache {self.recipe.name!r} evicts nothing: build one with an eviction technique.")
+        if not self.num_tokens_seen:
+            return
+        if not layers[0].policy.needs_reconstruction:
+            for layer in layers:
+                layer.evict()
+            return
+        if input_ids is None:
+            raise ValueError(f"{self.recipe.name!r} reads the prompt a second time: call compress(input_ids).")
+        reconstruct_and_evict(self.model(), self, input_ids)
+
+    @contextlib.contextmanager
+    def prompt(self, input_ids: torch.Tensor, end: int) -> Iterator[None]:
+        """The tokens up to slot `end` that run in this context are a prompt; evict when they are in."""
+        layers = evicting_layers(self.layers)
+        for layer in layers:
+            layer.begin_prompt(end)
+        try:
+            yield
+            if layers and layers[0].policy.needs_reconstruction:
+                self.compress(input_ids)
+        finally:
+            for layer in layers:
+                layer.end_prompt()
+
     def check_recordable(self) -> None:
         """Refuse assisted decoding early where a rollback is impossible.
 
         Raises:
-            NotImplementedError: if the model has recurrent states.
+            NotImplementedError: if the model has recurrent states, or tokens are evicted while others are drafted.
         """
+        for layer in evicting_layers(self.layers)[:1]:
+            if layer.plan.interval is not None or (layer.policy.needs_reconstruction and not self.num_tokens_seen):
+                raise NotImplementedError(_CANNOT_DRAFT.format(name=self.recipe.name))
         if any(isinstance(layer, StateLayer) for layer in self.layers):
             raise NotImplementedError(
                 "assisted decoding must take back rejected tokens, which recurrent (Mamba) states cannot: generate "
@@ -101,7 +150,8 @@ class KVCache(Cache):
 
     def fork(self) -> "KVCache":
         """A second cache over the same tokens: blocks are shared until one of the two writes them."""
-        return KVCache([layer.fork() if layer in self._storing_layers else layer for layer in self.layers], self.recipe)
+        layers = [layer.fork() if layer in self._storing_layers else layer for layer in self.layers]
+        return KVCache(layers, self.recipe, self.model)
 
     def to(self, device: torch.device | str) -> "KVCache":
         """Move every stored tensor to `device`, in place; returns the cache."""
@@ -109,6 +159,12 @@ class KVCache(Cache):
         for layer in self._storing_layers:
             layer.to(torch.device(device), pools)
         return self
+
+
+_CANNOT_DRAFT = (
+    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip', "
+    "run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."
+)
 
 
 def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> KVCache:
@@ -134,6 +190,7 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
     layer_types, layer_kwargs = compat.layer_types_and_kwargs(config)
     modules = attention_modules(model)
     windowed = _windowed_layers(recipe, layer_types)
+    full = [i for i, layer_type in enumerate(layer_types) if layer_type in _FULL]
     pools: dict = {}
     layers = []
     for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
@@ -146,8 +203,8 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
             pools=pools,
             takes_over=attention is not None and passes_straight_through(type(attention)),
         )
-        layers.append(_build_layer(model, attention, context, kwargs, recipe, is_windowed=index in windowed))
-    return KVCache(layers, recipe)
+        layers.append(_build_layer(model, attention, context, kwargs, recipe, windowed=windowed, full=full))
+    return KVCache(layers, recipe, weakref.ref(model))
 
 
 _FULL = ("full_attention", "hybrid")
@@ -169,7 +226,14 @@ def _windowed_layers(recipe: Recipe, layer_types: list[str]) -> set[int]:
 
 
 def _build_layer(
-    model: nn.Module, attention: Any, context: LayerContext, kwargs: dict, recipe: Recipe, *, is_windowed: bool
+    model: nn.Module,
+    attention: Any,
+    context: LayerContext,
+    kwargs: dict,
+    recipe: Recipe,
+    *,
+    windowed: set[int],
+    full: list[int],
 ) -> Any:
     layer_type = context.layer_type
     if layer_type == "dummy":
@@ -184,8 +248,10 @@ def _build_layer(
             f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
             "transformers' own cache for this model (leave cache_implementation out)."
         )
-    elif is_windowed:
+    elif context.layer_idx in windowed:
         layer = _build_window(model, attention, context, recipe.options)
+    elif (retention := recipe.fills("retention")) is not None and retention.number == 9:
+        layer = _build_evicting(model, attention, context, recipe, full)
     elif recipe.fills("encoding"):
         layer = _build_coded(attention, context, recipe)
     else:
@@ -195,13 +261,37 @@ def _build_layer(
 
 def _build_window(model: nn.Module, attention: Any, context: LayerContext, options: dict[str, Any]) -> SinkWindowLayer:
     _check_takes_over("sliding_window", attention, context)
-    rotary = find_rotary(model, attention, context.layer_type) if options["positions"] == "cache" else None
+    rotary = _rotary_to_turn(model, attention, context, "sliding_window") if options["positions"] == "cache" else None
     return SinkWindowLayer(
         context,
         sliding_window=options["sliding_window"],
         num_sink_tokens=options["num_sink_tokens"],
         rotary=rotary,
     )
+
+
+def _rotary_to_turn(model: nn.Module, attention: Any, context: LayerContext, name: str) -> Rotary:
+    names = {"user": f"{name} with positions='cache'", "remedy": "Use positions='original'"}
+    return find_rotary(model, attention, context.layer_type, **names)
+
+
+def _build_evicting(
+    model: nn.Module, attention: Any, context: LayerContext, recipe: Recipe, full: list[int]
+) -> EvictingLayer:
+    options, name = recipe.options, recipe.fills("retention").name
+    _check_takes_over(name, attention, context)
+    policy = build_policy(
+        name,
+        options,
+        find_rotary=lambda: find_rotary(
+            model, attention, context.layer_type, user=name, remedy="Use another policy, for example 'keydiff'"
+        ),
+        layer_idx=context.layer_idx,
+        layer=full.index(context.layer_idx),
+        num_layers=len(full),
+    )
+    rotary = _rotary_to_turn(model, attention, context, name) if options["positions"] == "cache" else None
+    return EvictingLayer(context, name=name, policy=policy, plan=EvictionPlan.of(options, len(full)), rotary=rotary)
 
 
 def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:

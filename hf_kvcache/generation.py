@@ -78,14 +78,17 @@ def prefill(original: Callable) -> Callable:
     @functools.wraps(original)
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         cache = model_kwargs.get(compat.CACHE_ARG)
-        if isinstance(cache, KVCache) and cache.num_tokens_seen:
+        if not isinstance(cache, KVCache):
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache.num_tokens_seen:
             fit_filled_cache(self, cache, input_ids, generation_config, model_kwargs)
             if generation_config.prefill_chunk_size is not None and compat.CACHE_ARG != "cache":
                 raise NotImplementedError(
                     "prefill_chunk_size with a filled cache runs the whole prompt again on this transformers version: "
                     "upgrade to transformers 5.24, or leave prefill_chunk_size out."
                 )
-        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        with cache.prompt(input_ids, _prompt_length(cache, input_ids, generation_config, model_kwargs)):
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     return _prefill
 
@@ -99,9 +102,11 @@ def assisted_decoding(original: Callable) -> Callable:
         if not isinstance(cache, KVCache):
             return original(self, input_ids, *args, **kwargs)
         cache.check_recordable()
-        if not cache.num_tokens_seen:
-            return original(self, input_ids, *args, **kwargs)
         config = kwargs["generation_config"]
+        prompt = cache.prompt(input_ids, _prompt_length(cache, input_ids, config, kwargs))
+        if not cache.num_tokens_seen:
+            with prompt:
+                return original(self, input_ids, *args, **kwargs)
         if _mask_length(config, kwargs) != input_ids.shape[1]:
             raise ValueError(
                 "assisted decoding with a filled cache needs the whole prompt in input_ids, not only the new tokens."
@@ -116,7 +121,8 @@ def assisted_decoding(original: Callable) -> Callable:
 
         self.prepare_inputs_for_generation = prepare_new_tokens
         try:
-            return original(self, input_ids, *args, **kwargs)
+            with prompt:
+                return original(self, input_ids, *args, **kwargs)
         finally:
             del self.prepare_inputs_for_generation
 
@@ -162,6 +168,14 @@ _NOTHING_NEW = (
     "the prompt has {length} tokens and the cache already holds {past}: give the whole conversation, longer than what "
     "is cached; or only the new tokens with an attention_mask that covers the cached ones too; or crop the cache first."
 )
+
+
+def _prompt_length(cache: KVCache, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> int:
+    """Tokens a row, cached ones included, once the prompt has run."""
+    if (embeds := model_kwargs.get("inputs_embeds")) is not None:
+        return embeds.shape[1]
+    # Only the new tokens may have been given, with a mask that covers the cached ones too.
+    return max(input_ids.shape[1], _mask_length(config, model_kwargs))
 
 
 def _mask_length(config: Any, model_kwargs: dict) -> int:

@@ -11,6 +11,14 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def first_visible(mask: torch.Tensor | None, length: int, otherwise: int) -> torch.Tensor | int:
+    """First of the `length` columns that the last query of each row may see, int64 `[B]`: where its padding ends."""
+    if mask is None:
+        return 0
+    seen = visible(mask)[:, 0, -1, :length]
+    return torch.where(seen.any(-1), seen.int().argmax(-1), otherwise)
+
+
 def as_mask_for(module: nn.Module, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean mask in the form that the model's attention function takes: additive for eager, boolean else."""
     if module.config._attn_implementation != "eager":

@@ -112,6 +112,110 @@ def _integer_technique(nbits: int) -> Technique:
     return Technique(f"int{nbits}", 8, "encoding", f"KIVI integers of {nbits} bits", False, options)
 
 
+def _ratio(value: Any) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if value is None or (is_number and 0 < value <= 1) else "a number in (0, 1], or None"
+
+
+def _share(value: Any) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if is_number and 0 <= value <= 1 else "a number in [0, 1]"
+
+
+def _number_at_least(minimum: float) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if is_number and value >= minimum else f"a number of at least {minimum}"
+
+    return check
+
+
+def _odd(value: Any) -> str | None:
+    return None if type(value) is int and value >= 1 and value % 2 else "an odd integer of at least 1"
+
+
+_BUDGET = (
+    Option("budget", "int | None", None, "tokens that each head keeps", _at_least(1, optional=True)),
+    Option("keep_ratio", "float | None", None, "tokens kept of those seen (0.5 if nothing is given)", _ratio),
+    Option("budget_bytes", "int | None", None, "bytes that a sequence keeps", _at_least(1, optional=True)),
+    Option("num_sink_tokens", "int", 4, "first tokens that are never evicted", _at_least(0)),
+    Option("num_recent_tokens", "int", 16, "newest tokens that are never evicted", _at_least(1)),
+    Option(
+        "positions",
+        "str",
+        "original",
+        "'original', or 'cache': kept keys are turned to stand right before the newer ones",
+        _one_of("original", "cache"),
+    ),
+)
+_WHEN = (
+    Option(
+        "when", "str", "prefill", "evict after a prompt, while decoding, or both", _one_of("prefill", "decode", "both")
+    ),
+    Option("interval", "int", 128, "tokens between evictions while decoding", _at_least(1)),
+)
+_GRANULARITY = (
+    Option("granularity", "str", "head", "what keeps tokens of its own: 'head' or 'layer'", _one_of("head", "layer")),
+)
+_SCORERS = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "lagkv", "knorm")
+
+
+_WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", _at_least(1)),)
+_EXPECTED_OPTIONS = (
+    Option("num_future_tokens", "int", 512, "positions at which queries are expected", _at_least(1)),
+    Option("epsilon", "float", 0.01, "added to every score before the value's norm weighs it", _number_at_least(0)),
+)
+_LAG_OPTIONS = (Option("lag_length", "int", 128, "tokens of each part", _at_least(2)),)
+_ALL_SCORER_OPTIONS = (*_WINDOW_OPTIONS, *_EXPECTED_OPTIONS, *_LAG_OPTIONS)
+
+
+def _eviction(
+    name: str, summary: str, *options: Option, kernel_size: int = 1, when: bool = True, granularity: bool = True
+) -> Technique:
+    pooling = (
+        Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", _odd),
+        Option("pooling", "str", "mean", "how scores of neighbours are joined", _one_of("mean", "max")),
+    )
+    common = (*_BUDGET, *pooling, *(_WHEN if when else ()), *(_GRANULARITY if granularity else ()))
+    return Technique(name, 9, "retention", summary, False, (*common, *options))
+
+
+_POLICIES = (
+    _eviction("streaming_llm", "sinks and the most recent tokens", granularity=False),
+    _eviction("random", "any tokens: the control", Option("seed", "int", 0, "of the choice", _at_least(0))),
+    _eviction("knorm", "keys of small norm"),
+    _eviction("keydiff", "keys unlike the others", kernel_size=13),
+    _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS),
+    _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
+    _eviction("h2o", "what all queries attended to", kernel_size=13),
+    _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
+    _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=13),
+    _eviction(
+        "pyramidkv",
+        "more tokens in lower layers",
+        Option("scorer", "str", "snapkv", "policy that scores tokens", _one_of(*_SCORERS)),
+        Option("beta", "float", 20.0, "the last layer keeps 1 / beta of the mean", _number_at_least(1)),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=13,
+    ),
+    _eviction(
+        "adakv",
+        "heads share a layer's budget",
+        Option("scorer", "str", "expected_attention", "policy that scores tokens", _one_of(*_SCORERS)),
+        Option("safeguard", "float", 0.2, "share of the mean budget that each head keeps", _share),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=13,
+        granularity=False,
+    ),
+    _eviction(
+        "kvzip",
+        "what repeating the prompt needs",
+        Option("chunk_length", "int", 2048, "tokens read again at a time", _at_least(1)),
+        when=False,
+        granularity=False,
+    ),
+)
+
 TECHNIQUES: dict[str, Technique] = {
     t.name: t
     for t in (
@@ -143,6 +247,7 @@ TECHNIQUES: dict[str, Technique] = {
             ),
         ),
         *(_integer_technique(nbits) for nbits in (8, 4, 2)),
+        *_POLICIES,
         Technique("fp8", 8, "encoding", "8-bit floating point, a scale a token", False, _EXACT_TOKENS),
         Technique("nf4", 8, "encoding", "bitsandbytes NF4, blocks of 64", False, _EXACT_TOKENS),
         Technique("fp4", 8, "encoding", "bitsandbytes FP4, blocks of 64", False, _EXACT_TOKENS),
@@ -194,7 +299,15 @@ CATALOG: tuple[Family, ...] = (
         "available",
         "https://arxiv.org/abs/2402.02750",
     ),
-    Family(9, "Token eviction", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2404.14469"),
+    Family(
+        9,
+        "Token eviction",
+        "tokens retained",
+        False,
+        tuple(policy.name for policy in _POLICIES),
+        "available",
+        "https://arxiv.org/abs/2404.14469",
+    ),
     Family(10, "Paged allocation", "waste", True, ("blocks",), "available", "https://arxiv.org/abs/2309.06180"),
     Family(11, "Prefix reuse", "duplicated compute", True, (), _LATER, "https://arxiv.org/abs/2312.07104"),
     Family(12, "Offloading", "GPU residency", True, (), _LATER, "https://arxiv.org/abs/2303.06865"),
@@ -246,6 +359,15 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
+    amounts = [key for key in ("budget", "keep_ratio", "budget_bytes") if given.get(key) is not None]
+    if len(amounts) > 1:
+        raise ValueError(f"{' and '.join(amounts)} all say how much is kept: give one of them.")
+    least = sum(given.get(key, known[key].default) for key in ("num_sink_tokens", "num_recent_tokens") if key in known)
+    if given.get("budget") is not None and given["budget"] <= least:
+        raise ValueError(
+            f"budget={given['budget']} leaves no room beside {least} sinks and recent tokens: give a larger budget, or "
+            "a smaller num_sink_tokens or num_recent_tokens."
+        )
     return {key: given.get(key, option.default) for key, option in known.items()}
 
 

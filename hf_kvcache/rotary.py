@@ -18,19 +18,32 @@ class Rotary:
     Args:
         embedding: the model's rotary embedding module, `(x, position_ids) -> cos, sin`.
         apply: the `apply_rotary_pos_emb` of the model's own file.
+        user: who needs to turn, in messages.
+        remedy: what to do where turning is not possible, in messages.
         layer_type: passed to embeddings that keep one frequency table for each layer type.
 
     Raises:
         NotImplementedError: if turning does not compose (frequencies that change with the sequence length).
     """
 
-    def __init__(self, embedding: nn.Module, apply: Callable, *, head_dim: int, layer_type: str | None = None):
+    def __init__(
+        self,
+        embedding: nn.Module,
+        apply: Callable,
+        *,
+        head_dim: int,
+        user: str,
+        remedy: str,
+        layer_type: str | None = None,
+    ):
         self.embedding = embedding
         self.apply = apply
         self.layer_type = layer_type
         if "dynamic" in getattr(embedding, "rope_type", "") or getattr(embedding, "rope_type", "") == "longrope":
-            raise NotImplementedError(_REFUSAL.format(reason=f"rope_type={embedding.rope_type!r} changes with length"))
-        self._check_composes(head_dim)
+            reason = f"rope_type={embedding.rope_type!r} changes with length"
+            raise NotImplementedError(_REFUSAL.format(user=user, remedy=remedy, reason=reason))
+        if not self._composes(head_dim):
+            raise NotImplementedError(_REFUSAL.format(user=user, remedy=remedy, reason="its rotations do not compose"))
 
     def __deepcopy__(self, memo: dict) -> "Rotary":
         return self  # part of the model, not of the cache
@@ -50,19 +63,18 @@ class Rotary:
         return cos / scale, sin / scale
 
     @torch.no_grad()
-    def _check_composes(self, head_dim: int) -> None:
+    def _composes(self, head_dim: int) -> bool:
         device = next(self.embedding.buffers()).device
         states = torch.linspace(-1, 1, head_dim, device=device).view(1, 1, 1, head_dim)
         position = torch.tensor([[11]], device=device)
         twice = self.turn(self.turn(states, position), position + 20)
-        if not torch.allclose(twice, self.turn(states, 2 * position + 20), atol=1e-4):
-            raise NotImplementedError(_REFUSAL.format(reason="its rotations do not compose"))
+        return torch.allclose(twice, self.turn(states, 2 * position + 20), atol=1e-4)
 
 
-_REFUSAL = "sliding_window with positions='cache' cannot turn this model's keys: {reason}. Use positions='original'."
+_REFUSAL = "{user} cannot turn this model's keys: {reason}. {remedy}."
 
 
-def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str) -> Rotary:
+def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str, *, user: str, remedy: str) -> Rotary:
     """The rotation that `attention`, an attention layer of `model`, applies to its keys.
 
     Raises:
@@ -71,6 +83,10 @@ def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str) -> Rota
     embedding = next((m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"), None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if embedding is None or apply is None:
-        raise NotImplementedError(_REFUSAL.format(reason="it has no rotary embedding of the usual shape"))
+        raise NotImplementedError(
+            _REFUSAL.format(user=user, remedy=remedy, reason="it has no rotary embedding of the usual shape")
+        )
     takes_type = "layer_type" in inspect.signature(embedding.forward).parameters
-    return Rotary(embedding, apply, head_dim=attention.head_dim, layer_type=layer_type if takes_type else None)
+    own_type = layer_type if takes_type else None
+    names = {"user": user, "remedy": remedy}
+    return Rotary(embedding, apply, head_dim=attention.head_dim, layer_type=own_type, **names)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .masks import visible
+from .masks import first_visible
 
 _UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
 
@@ -49,12 +49,8 @@ class Sinks:
         if before >= self.end:
             return
         count = states[0].shape[2]
-        if mask is None:
-            self.first_slot.clamp_(max=0)
-        else:
-            seen_by_last = visible(mask)[:, 0, -1, : before + count].expand(len(self.first_slot), -1)
-            first = torch.where(seen_by_last.any(-1), seen_by_last.int().argmax(-1), _UNKNOWN)
-            self.first_slot.copy_(torch.minimum(self.first_slot, first))
+        first = first_visible(mask, before + count, _UNKNOWN)
+        self.first_slot.copy_(self.first_slot.clamp(max=first))
         # A sync, in the first forwards only: later steps compare Python integers.
         self.end = int(self.first_slot.max()) + self.num_tokens
         local = self.slots - before

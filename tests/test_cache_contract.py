@@ -10,6 +10,8 @@ from transformers import DynamicCache
 
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, make_cache, measure
+from hf_kvcache.attending_layer import AttendingLayer
+from hf_kvcache.evicting_layer import EvictingLayer
 from hf_kvcache.sliding_window import SinkWindowLayer
 from hf_kvcache.states import StateLayer
 
@@ -54,6 +56,10 @@ CACHES = (
     Row("sliding_window", "llama", _WINDOW | {"block_size": 3}),
     Row("sliding_window", "gemma3", _WINDOW | {"positions": "cache"}),
     Row("blocks+sliding_window", "falcon_h1", _WINDOW | {"block_size": 16}),
+    Row("expected_attention", "llama", {"budget": 128, "when": "both", "interval": 5, "block_size": 3}),
+    Row("adakv", "gemma3", {"keep_ratio": 1.0, "positions": "cache"}),
+    Row("h2o", "falcon_h1", {"budget": 128, "when": "decode"}),
+    Row("kvzip", "gpt_oss", {"budget": 128}),
 )
 
 
@@ -166,7 +172,7 @@ def test_get_mask_sizes_equals_what_update_returns(model, new_cache, past, lengt
     checked = 0
     for index, layer in enumerate(cache.layers):
         part = getattr(layer, "attention", layer)
-        if isinstance(part, (StateLayer, SinkWindowLayer)):
+        if isinstance(part, (StateLayer, AttendingLayer)):
             continue  # no keys, or never returned without the attention hook
         if past:
             cache.update(states[:, :, :past], states[:, :, :past], index)
@@ -245,7 +251,8 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     states = [(layer.conv_states, layer.recurrent_states) for layer in cache.layers if isinstance(layer, StateLayer)]
     parts = [getattr(layer, "attention", layer) for layer in cache.layers]
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
+    notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
     tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair)
-    assert report.stored_bytes == tokens + measure(states) + measure(sinks)
+    assert report.stored_bytes == tokens + measure(states) + measure(sinks) + measure(notes)
     assert report.reserved_bytes == measure(cache)
     assert report.tokens_seen == LENGTH

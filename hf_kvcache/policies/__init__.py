@@ -1,0 +1,74 @@
+"""Retention policies: which tokens stay, one file each, and what a technique name builds."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..rotary import Rotary
+from .adakv import AdaKV
+from .base import Policy
+from .expected_attention import ExpectedAttention
+from .h2o import H2O
+from .keydiff import KeyDiff
+from .knorm import KeyNorm
+from .kvzip import KVzip
+from .lagkv import LagKV
+from .pyramidkv import PyramidKV
+from .random import Random
+from .snapkv import SnapKV
+from .streaming_llm import StreamingLLM
+from .tova import Tova
+
+__all__ = ["Policy", "build_policy"]
+
+
+def build_policy(
+    name: str,
+    options: dict[str, Any],
+    *,
+    find_rotary: Callable[[], Rotary],
+    layer_idx: int,
+    layer: int,
+    num_layers: int,
+) -> Policy:
+    """The policy of one layer.
+
+    Args:
+        name: of the technique.
+        options: all of its options.
+        find_rotary: finds the rotary embedding of the layer.
+        layer_idx: of the layer in the model.
+        layer: its place among the `num_layers` layers that evict.
+
+    Raises:
+        NotImplementedError: if the policy needs a rotary embedding and the model has none that it can turn.
+    """
+    place = {"find_rotary": find_rotary, "layer_idx": layer_idx, "layer": layer, "num_layers": num_layers}
+    sinks = options["num_sink_tokens"]
+    match name:
+        case "random":
+            return Random(seed=options["seed"], layer_idx=layer_idx)
+        case "streaming_llm":
+            return StreamingLLM()
+        case "knorm":
+            return KeyNorm()
+        case "keydiff":
+            return KeyDiff()
+        case "lagkv":
+            return LagKV(lag_length=options["lag_length"], num_sink_tokens=sinks)
+        case "tova":
+            return Tova()
+        case "h2o":
+            return H2O()
+        case "snapkv":
+            return SnapKV(observation_window=options["observation_window"])
+        case "expected_attention":
+            chosen = {key: options[key] for key in ("num_future_tokens", "epsilon")}
+            return ExpectedAttention(rotary=find_rotary(), num_sink_tokens=sinks, **chosen)
+        case "kvzip":
+            return KVzip(chunk_length=options["chunk_length"])
+        case "pyramidkv":
+            scorer = build_policy(options["scorer"], options, **place)
+            return PyramidKV(scorer, beta=options["beta"], layer=layer, num_layers=num_layers)
+        case "adakv":
+            return AdaKV(build_policy(options["scorer"], options, **place), safeguard=options["safeguard"])
+    raise ValueError(f"unknown policy {name!r}")

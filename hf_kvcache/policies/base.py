@@ -1,0 +1,98 @@
+"""What a retention policy is: scores for the tokens a layer holds, and a choice among them."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from .selection import best_of_each_head
+
+
+class Held(NamedTuple):
+    """The tokens that a layer holds, in the order of their slots, as a policy sees them.
+
+    Heads and rows that hold fewer tokens than others have columns with `is_held` false, and so have padding tokens.
+
+    Attributes:
+        keys: `[B, Hkv, n, D]`, rotated to their positions.
+        values: `[B, Hkv, n, Dv]`.
+        slots: int64 `[B, Hkv, n]`; the place of each token in everything seen, -1 for no token.
+        positions: int64 `[B, Hkv, n]`; as slots, or where the keys were turned to since.
+        first_slot: int64 `[B]`, the first real token of each row.
+        seen: tokens a row that went in, padding included.
+        scaling: of the model's attention scores.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    first_slot: torch.Tensor
+    seen: int
+    scaling: float
+
+    @property
+    def is_held(self) -> torch.Tensor:
+        return self.slots >= self.first_slot[:, None, None]
+
+    def are_sinks(self, num_sink_tokens: int) -> torch.Tensor:
+        """Whether each token is among the first `num_sink_tokens` real ones of its row, `[B, Hkv, n]`."""
+        return self.is_held & (self.slots < self.first_slot[:, None, None] + num_sink_tokens)
+
+
+class Queries(NamedTuple):
+    """Queries `[B, Hq, T, D]` (rotated) of the consecutive slots from `start` on."""
+
+    states: torch.Tensor
+    start: int
+
+
+class Observer(ABC):
+    """What a policy remembers of the queries since the last eviction. Never a matrix of attention weights."""
+
+    @abstractmethod
+    def see(self, queries: Queries, held: Held) -> None:
+        """Take note of `queries`, which attended to the tokens of `held` up to their own slot."""
+
+    @abstractmethod
+    def select_rows(self, index: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def to(self, device: torch.device) -> None: ...
+
+    def evict(self, source: torch.Tensor) -> None:
+        """Tokens were evicted: column `i` is what column `source[..., i]` was (-1: none). By default, start anew."""
+        self.clear()
+
+    @abstractmethod
+    def forget(self, count: int) -> None:
+        """The newest `count` tokens that were seen here were taken back."""
+
+    @abstractmethod
+    def clear(self) -> None: ...
+
+
+class Policy(ABC):
+    """Scores the tokens of one layer. Parameters are those of the paper that its file names."""
+
+    needs_reconstruction = False  # whether scoring takes a second pass over the prompt
+    is_incremental = True  # whether it can evict between the chunks of a prompt
+
+    def new_observer(self) -> Observer | None:
+        """What to remember of the queries, or None for a policy that needs keys and values only."""
+        return None
+
+    @abstractmethod
+    def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
+        """Importance of each held token, higher = keep; float32 `[B, Hkv, n]`."""
+
+    def layer_budget(self, budget: torch.Tensor, limit: torch.Tensor, minimum: int) -> torch.Tensor:
+        """Tokens a head that this layer keeps: `budget` `[B]` is the mean over layers, `limit` `[B]` what it holds.
+
+        No layer may keep fewer than `minimum`, the protected ones.
+        """
+        return budget
+
+    def select(self, scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+        """Which tokens stay, bool `[B, Hkv, n]`: at most `budget` `[B]` a head, on average over the heads of a row."""
+        return best_of_each_head(scores, budget)

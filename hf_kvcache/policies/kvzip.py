@@ -1,0 +1,31 @@
+"""KVzip: keep what the model needs to repeat the prompt.
+
+When a prompt is in, the model reads it a second time, after the first; score: the most attention that any query of the
+second reading gives to the token. All heads of all layers share one budget. What can repeat the text can answer any
+question about it: nearly nothing is lost at a quarter of the tokens. Costs about one more prefill, which happens in
+`generate()` or by `cache.compress(ids)`. Not between the chunks of a prompt: it is first needed whole.
+Paper: Kim et al. 2025, https://arxiv.org/abs/2505.23416.
+Differs from the paper: attention is normalised over all tokens, not one chunk's; the beginning of the prompt (system
+prompt) is scored like the rest.
+"""
+
+import torch
+
+from .base import Held, Observer, Policy
+
+
+class KVzip(Policy):
+    """What the second reading looks at stays; scores come from `EvictingLayer.reconstruction`.
+
+    Args:
+        chunk_length: tokens of the second reading that run at a time.
+    """
+
+    needs_reconstruction = True
+    is_incremental = False
+
+    def __init__(self, *, chunk_length: int):
+        self.chunk_length = chunk_length
+
+    def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
+        raise RuntimeError("kvzip has read nothing again yet: call cache.compress(ids) with the ids of the prompt.")

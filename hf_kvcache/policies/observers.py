@@ -1,0 +1,145 @@
+"""What policies remember of queries: the last ones, their mean and covariance, or the attention each token received."""
+
+import torch
+
+from ..rotary import Rotary
+from .base import Held, Observer, Queries
+
+# Attention weights exist for so many queries at a time.
+_QUERIES_AT_A_TIME = 256
+
+
+def attention_weights(queries: Queries, held: Held) -> torch.Tensor:
+    """Softmax of `queries` over the held tokens up to their own slot: float32 `[B, Hkv, Hq / Hkv, T, n]`.
+
+    A query of a padding token, which sees nothing, gives zeros.
+    """
+    rows, heads, count, _ = queries.states.shape
+    kv_heads = held.keys.shape[1]
+    packed = queries.states.reshape(rows, kv_heads, -1, queries.states.shape[-1])
+    logits = torch.matmul(packed, held.keys.transpose(-1, -2)).float().mul_(held.scaling)
+    logits = logits.unflatten(2, (heads // kv_heads, count))
+    own_slot = torch.arange(queries.start, queries.start + count, device=held.slots.device)
+    seen = held.is_held.unsqueeze(2) & (held.slots.unsqueeze(2) <= own_slot[:, None])  # [B, Hkv, T, n]
+    weights = logits.masked_fill_(~seen.unsqueeze(2), -torch.inf).softmax(dim=-1)
+    is_real = own_slot >= held.first_slot[:, None]  # [B, T]
+    return weights.masked_fill_(~is_real[:, None, None, :, None], 0.0)
+
+
+class QueryWindow(Observer):
+    """The last `length` queries, `[B, Hq, length, D]`."""
+
+    def __init__(self, length: int):
+        self.length = length
+        self.clear()
+
+    def see(self, queries: Queries, held: Held) -> None:
+        new, start = queries.states[:, :, -self.length :], queries.start + queries.states.shape[2]
+        if self.queries is not None and new.shape[2] < self.length:
+            older = self.queries.states[:, :, new.shape[2] - self.length :]
+            new = torch.cat([older, new], dim=2)
+        # A copy: a view would keep all queries of the prompt alive.
+        self.queries = Queries(new.clone(), start - new.shape[2])
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        if self.queries is not None:
+            self.queries = self.queries._replace(states=self.queries.states.index_select(0, index))
+
+    def to(self, device: torch.device) -> None:
+        if self.queries is not None:
+            self.queries = self.queries._replace(states=self.queries.states.to(device))
+
+    def forget(self, count: int) -> None:
+        if self.queries is not None:
+            states, start = self.queries
+            self.queries = Queries(states[:, :, : max(0, states.shape[2] - count)], start)
+
+    def clear(self) -> None:
+        self.queries: Queries | None = None
+
+
+class QueryMoments(Observer):
+    """Mean and covariance of the queries before rotary embedding, without those of the sinks.
+
+    Args:
+        rotary: of the layer.
+        num_sink_tokens: first tokens of each row whose queries, which are unlike all others, do not count.
+    """
+
+    def __init__(self, rotary: Rotary, num_sink_tokens: int):
+        self.rotary = rotary
+        self.num_sink_tokens = num_sink_tokens
+        self.clear()
+
+    def see(self, queries: Queries, held: Held) -> None:
+        states, start = queries
+        slots = torch.arange(start, start + states.shape[2], device=states.device)
+        positions = slots - held.first_slot[:, None]  # [B, T]
+        flat = self.rotary.turn(states.float(), -positions.clamp(min=0))
+        weight = (positions >= self.num_sink_tokens).float()[:, None, :, None]
+        flat = flat * weight
+        added = (weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True), flat.transpose(-1, -2) @ flat)
+        self._sums = added if self._sums is None else tuple(a + b for a, b in zip(self._sums, added, strict=True))
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]`, float32; None before any query."""
+        if self._sums is None:
+            return None
+        count, total, squares = self._sums
+        mean = total / count.clamp(min=1.0)
+        return mean.squeeze(2), squares / count.clamp(min=1.0) - mean.transpose(-1, -2) @ mean
+
+    def forget(self, count: int) -> None:
+        pass  # what a few queries added to the mean stays
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        if self._sums is not None:
+            self._sums = tuple(part.index_select(0, index) for part in self._sums)
+
+    def to(self, device: torch.device) -> None:
+        if self._sums is not None:
+            self._sums = tuple(part.to(device) for part in self._sums)
+
+    def clear(self) -> None:
+        self._sums: tuple[torch.Tensor, ...] | None = None
+
+
+class AttentionSums(Observer):
+    """The attention that each held token has received from all queries so far, float32 `[B, Hkv, n]`."""
+
+    def __init__(self):
+        self.clear()
+
+    def see(self, queries: Queries, held: Held) -> None:
+        sums = self.aligned(held)
+        for begin in range(0, queries.states.shape[2], _QUERIES_AT_A_TIME):
+            part = queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME]
+            sums += attention_weights(Queries(part, queries.start + begin), held).sum(dim=(2, 3))
+        self._sums = sums
+
+    def aligned(self, held: Held) -> torch.Tensor:
+        """The sums, with zeros for the tokens that came after the last queries seen."""
+        sums = held.slots.new_zeros(held.slots.shape, dtype=torch.float32)
+        if self._sums is not None:
+            sums[..., : self._sums.shape[-1]] = self._sums
+        return sums
+
+    def evict(self, source: torch.Tensor) -> None:
+        moved = self._sums.gather(-1, source.clamp(min=0))
+        self._sums = moved.masked_fill(source < 0, 0.0)
+
+    def forget(self, count: int) -> None:
+        # What their queries gave to other tokens stays.
+        if self._sums is not None:
+            self._sums = self._sums[..., : max(0, self._sums.shape[-1] - count)]
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        if self._sums is not None:
+            self._sums = self._sums.index_select(0, index)
+
+    def to(self, device: torch.device) -> None:
+        if self._sums is not None:
+            self._sums = self._sums.to(device)
+
+    def clear(self) -> None:
+        self._sums: torch.Tensor | None = None

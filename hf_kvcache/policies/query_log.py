@@ -1,0 +1,55 @@
+"""Hands the queries of a layer to its policy's observer: a prompt's at once, those of single steps many at a time."""
+
+from collections.abc import Callable
+
+import torch
+
+from .base import Held, Observer, Queries
+
+# Queries of single steps wait until there are so many, or until they are needed.
+_WAITING = 128
+
+
+class QueryLog:
+    """Queries that the observer has not seen yet. While the past is recorded they wait, because they may be taken back.
+
+    Args:
+        observer: of the layer's policy.
+    """
+
+    def __init__(self, observer: Observer):
+        self.observer = observer
+        self._waiting: list[Queries] = []
+        self._observed = 0  # slots that the observer knows of
+
+    def add(self, queries: Queries, held: Callable[[], Held], *, may_be_taken_back: bool) -> None:
+        """Take note of `queries`; `held()` is what the layer holds, those tokens included."""
+        self._waiting.append(queries)
+        is_many = queries.states.shape[2] > 1 or len(self._waiting) >= _WAITING
+        if is_many and not may_be_taken_back:
+            self.flush(held)
+
+    def flush(self, held: Callable[[], Held]) -> None:
+        """Hand all queries to the observer."""
+        if self._waiting:
+            states = [queries.states for queries in self._waiting]
+            whole = states[0] if len(states) == 1 else torch.cat(states, dim=2)
+            self.observer.see(Queries(whole, self._waiting[0].start), held())
+            self._observed = self._waiting[0].start + whole.shape[2]
+            self._waiting = []
+
+    def forget(self, seen: int) -> None:
+        """The tokens from slot `seen` on were taken back."""
+        left = [Queries(q.states[:, :, : max(0, seen - q.start)], q.start) for q in self._waiting]
+        self._waiting = [queries for queries in left if queries.states.shape[2]]
+        if seen < self._observed:
+            self.observer.forget(self._observed - seen)
+            self._observed = seen
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        self._waiting = [q._replace(states=q.states.index_select(0, index)) for q in self._waiting]
+        self.observer.select_rows(index)
+
+    def to(self, device: torch.device) -> None:
+        self._waiting = [q._replace(states=q.states.to(device)) for q in self._waiting]
+        self.observer.to(device)
