@@ -15,7 +15,7 @@ from . import compat
 from .block_layer import BlockLayer
 from .codecs import build_codecs
 from .coded_layer import CodedLayer
-from .compression import evicting_layers, reconstruct_and_evict
+from .compression import evicting_layers, reconstruct_and_evict, retrieval_scores
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
 from .layer import KVLayer, LayerContext
@@ -286,12 +286,22 @@ def _build_evicting(
         find_rotary=lambda: find_rotary(
             model, attention, context.layer_type, user=name, remedy="Use another policy, for example 'keydiff'"
         ),
+        head_scores=lambda: retrieval_scores(model, lambda: make_cache(model, "streaming_llm")),
         layer_idx=context.layer_idx,
         layer=full.index(context.layer_idx),
         num_layers=len(full),
     )
     rotary = _rotary_to_turn(model, attention, context, name) if options["positions"] == "cache" else None
-    return EvictingLayer(context, name=name, policy=policy, plan=EvictionPlan.of(options, len(full)), rotary=rotary)
+    encoding = recipe.fills("encoding")
+    return EvictingLayer(
+        context,
+        name=name,
+        policy=policy,
+        plan=EvictionPlan.of(options, len(full)),
+        rotary=rotary,
+        codecs=None if encoding is None else build_codecs(encoding.name, options, attention.head_dim),
+        residual_length=options.get("residual_length", 0),
+    )
 
 
 def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:

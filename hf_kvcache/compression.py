@@ -1,13 +1,15 @@
 """Eviction over all layers of a cache: when a prompt begins and ends, and policies that compare layers."""
 
 import copy
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import compat
 from .evicting_layer import EvictingLayer
+from .policies.duo_attention import InductionProbe
 from .policies.reconstruction import Reconstruction
 from .policies.selection import best_of_all_layers
 
@@ -34,7 +36,7 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    scores = _reconstruct(model, cache, input_ids)
+    scores = [read.most for read in _read_again(model, cache, input_ids, Reconstruction, first.policy.chunk_length)]
     held = [layer.held() for layer in layers]
     protected = [
         layer.finish(score.masked_fill(part.slots < past - count, torch.inf), part)
@@ -45,19 +47,45 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         layer.evict(keep=keep)
 
 
+_head_scores: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Random tokens that are read twice to see which heads look up the first reading.
+_PROBE_LENGTH = 256
+
+
+def retrieval_scores(model: Any, make_cache: Callable[[], Any]) -> list[list[float]]:
+    """How well each KV head of each evicting layer looks up what came before: measured once a model.
+
+    Args:
+        model: the model.
+        make_cache: makes an empty cache of it whose full-attention layers evict.
+    """
+    if model not in _head_scores:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        ids = torch.randint(vocabulary, (1, _PROBE_LENGTH), generator=generator).to(model.device)
+        cache = make_cache()
+        with torch.no_grad():
+            model.get_decoder()(input_ids=ids, use_cache=True, **{compat.CACHE_ARG: cache})
+        probes = _read_again(model, cache, ids, InductionProbe, _PROBE_LENGTH)
+        _head_scores[model] = [probe.strength.tolist() for probe in probes]
+    return _head_scores[model]
+
+
 @torch.no_grad()
-def _reconstruct(model: Any, cache: Any, input_ids: torch.Tensor) -> list[torch.Tensor]:
-    """Scores `[B, Hkv, n]` of what each evicting layer holds."""
+def _read_again(
+    model: Any, cache: Any, input_ids: torch.Tensor, kind: type[Reconstruction], chunk_length: int
+) -> list[Reconstruction]:
+    """What a second reading of `input_ids`, `chunk_length` tokens at a time, shows in each evicting layer."""
     # Windows and states read along in copies, which are small; evicting layers store nothing while they score.
     copies = [layer.fork() if evicting_layers([layer]) else copy.deepcopy(layer) for layer in cache.layers]
     reading = type(cache)(copies, cache.recipe, cache.model)
     layers = evicting_layers(reading.layers)
     for layer in layers:
-        layer.reconstruction = Reconstruction(layer.held())
+        layer.reconstruction = kind(layer.held())
     first_slot, past = layers[0].first_slot, layers[0].seen
     skipped = past - input_ids.shape[1]
-    for begin in range(0, input_ids.shape[1], layers[0].policy.chunk_length):
-        chunk = input_ids[:, begin : begin + layers[0].policy.chunk_length]
+    for begin in range(0, input_ids.shape[1], chunk_length):
+        chunk = input_ids[:, begin : begin + chunk_length]
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
         is_real = torch.where(slots < past, slots, slots - past + begin + skipped) >= first_slot[:, None]
@@ -67,4 +95,4 @@ def _reconstruct(model: Any, cache: Any, input_ids: torch.Tensor) -> list[torch.
         if not bool(is_real.all()):
             inputs["attention_mask"] = is_real.to(chunk.device).long()
         model.get_decoder()(**inputs)
-    return [layer.reconstruction.most for layer in layers]
+    return [layer.reconstruction for layer in layers]

@@ -15,7 +15,7 @@ from torch import nn
 
 from .eviction_plan import EvictionPlan
 from .kept_layer import KeptLayer
-from .kept_tokens import KeptTokens, move_to_front
+from .kept_tokens import Codecs
 from .layer import LayerContext
 from .masks import as_mask_for
 from .policies.base import Held, Policy, Queries
@@ -35,15 +35,31 @@ class EvictingLayer(KeptLayer):
         plan: how many stay, and when the others go.
         rotary: given for `positions="cache"`: kept keys are turned to stand right before the newer tokens, as if what
             was evicted had never been there.
+        codecs: encode kept keys and values; None for none.
+        residual_length: newest tokens that are not encoded.
     """
 
     def __init__(
-        self, context: LayerContext, *, name: str, policy: Policy, plan: EvictionPlan, rotary: Rotary | None = None
+        self,
+        context: LayerContext,
+        *,
+        name: str,
+        policy: Policy,
+        plan: EvictionPlan,
+        rotary: Rotary | None = None,
+        codecs: Codecs | None = None,
+        residual_length: int = 0,
     ):
         self.name = name
         self.policy = policy
         self.plan = plan
-        super().__init__(context, rotary=rotary)
+        super().__init__(
+            context,
+            rotary=rotary,
+            codecs=codecs,
+            residual_length=residual_length,
+            num_sink_tokens=plan.num_sink_tokens,
+        )
 
     def _clear(self) -> None:
         super()._clear()
@@ -102,6 +118,7 @@ class EvictingLayer(KeptLayer):
         has_moved = self._is_due() and self.evict(tail=tail)
         if not (is_stored or has_moved):
             self.table.append(states)
+        self.settle()
         return output
 
     # --- what the policy sees
@@ -160,31 +177,19 @@ class EvictingLayer(KeptLayer):
             if bool((limit <= budget).all()):
                 return False
             scores = self.policy.scores(held, self._log and self._log.observer)
-            keep = self.policy.select(self.finish(scores, held), budget)
-        self._move(held, keep)
+            keep = self.policy.select(self.finish(scores, held), budget, self.seen - self.first_slot)
+        self.keep(held, keep, self._first_recent(held))
+        if self._log is not None:
+            self._log.observer.move(held.slots, self.slots(), self.seen)
+            self._log.observer.end_round()
         return True
 
-    def _move(self, held: Held, keep: torch.Tensor) -> None:
-        split = self._first_recent(held)
-        source = move_to_front(keep[..., :split])
-        index = source.clamp(min=0)
-        keys, values = (state.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, state.shape[-1])) for state in held[:2])
-        slots = held.slots.gather(2, index).masked_fill(source < 0, -1)
-        recent = [state[:, :, split:].clone() for state in held[:2]]
-        begin = self.seen - recent[0].shape[2]
-        if self.rotary is not None:
-            counts = (source >= 0).sum(dim=-1, keepdim=True)
-            target = begin - counts + torch.arange(source.shape[-1], device=source.device)
-            distance = (target - held.positions.gather(2, index)).flatten(0, 1)
-            keys = self.rotary.turn(keys.flatten(0, 1).unsqueeze(1), distance).squeeze(1).unflatten(0, keys.shape[:2])
-        self.table.restart(begin)
-        self.kept = KeptTokens(self.context.pool(self.device), (keys, values), slots) if source.numel() else None
-        self.kept_rows = np.arange(len(slots))
-        self.table.append(recent)
-        self._give_back_memory()
-        if self._log is not None:
-            newer = torch.arange(split, held.keys.shape[2], device=source.device).expand(*source.shape[:2], -1)
-            self._log.observer.evict(torch.cat([source, newer], dim=-1))
+    def settle(self) -> bool:
+        old_slots = None if self._log is None else self.slots()
+        has_moved = super().settle()
+        if has_moved and self._log is not None:
+            self._log.observer.move(old_slots, self.slots(), self.seen)
+        return has_moved
 
     # --- contract
 

@@ -130,6 +130,14 @@ def _number_at_least(minimum: float) -> Callable[[Any], str | None]:
     return check
 
 
+def _numbers_of_heads(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and all(
+        isinstance(heads, (list, tuple)) and heads and all(isinstance(score, (int, float)) for score in heads)
+        for heads in value
+    )
+    return None if value is None or (is_list and value) else "a list of numbers for each layer, or None"
+
+
 def _odd(value: Any) -> str | None:
     return None if type(value) is int and value >= 1 and value % 2 else "an odd integer of at least 1"
 
@@ -208,6 +216,18 @@ _POLICIES = (
         granularity=False,
     ),
     _eviction(
+        "duo_attention",
+        "retrieval heads keep all, streaming heads sinks and recent tokens",
+        Option(
+            "pattern",
+            "list | None",
+            None,
+            "for each evicting layer, how well each KV head retrieves (None: measured)",
+            _numbers_of_heads,
+        ),
+        granularity=False,
+    ),
+    _eviction(
         "kvzip",
         "what repeating the prompt needs",
         Option("chunk_length", "int", 2048, "tokens read again at a time", _at_least(1)),
@@ -266,9 +286,9 @@ TECHNIQUES: dict[str, Technique] = {
     )
 }
 
-# Roles that do not go together, and why.
+# Roles, families or techniques that do not go together, and why.
 _CONFLICTS = {
-    ("encoding", "retention"): "a window holds its few tokens in full precision, so there is nothing to encode",
+    ("encoding", 3): "a window holds its few tokens in full precision, so there is nothing to encode",
 }
 
 _NATIVE = "native: caches of models trained with it are held exactly"
@@ -343,8 +363,9 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
             )
         roles[technique.role] = technique
     for pair, reason in _CONFLICTS.items():
-        if all(role in roles for role in pair):
-            first, second = (roles[role].name for role in pair)
+        meant = [next((t for t in techniques if what in (t.role, t.number, t.name)), None) for what in pair]
+        if all(meant):
+            first, second = (technique.name for technique in meant)
             raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 

@@ -109,7 +109,7 @@ def test_beams_equal_beams_that_share_nothing(policy, when, batch, tiny_model, m
     shared = model.generate(ids, **named, **search)
 
     def copy_rows(self, rows):
-        self.kept = self.kept.take(self.context.pool(self.device), rows)
+        self._take_kept(rows)
         self.kept_rows = torch.arange(len(rows)).numpy()
 
     monkeypatch.setattr("hf_kvcache.evicting_layer.EvictingLayer._select_kept", copy_rows)

@@ -1,11 +1,12 @@
 """Retention policies: which tokens stay, one file each, and what a technique name builds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..rotary import Rotary
 from .adakv import AdaKV
 from .base import Policy
+from .duo_attention import DuoAttention
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -26,6 +27,7 @@ def build_policy(
     options: dict[str, Any],
     *,
     find_rotary: Callable[[], Rotary],
+    head_scores: Callable[[], Sequence[Sequence[float]]],
     layer_idx: int,
     layer: int,
     num_layers: int,
@@ -36,13 +38,20 @@ def build_policy(
         name: of the technique.
         options: all of its options.
         find_rotary: finds the rotary embedding of the layer.
+        head_scores: finds how well each KV head of each evicting layer retrieves.
         layer_idx: of the layer in the model.
         layer: its place among the `num_layers` layers that evict.
 
     Raises:
         NotImplementedError: if the policy needs a rotary embedding and the model has none that it can turn.
     """
-    place = {"find_rotary": find_rotary, "layer_idx": layer_idx, "layer": layer, "num_layers": num_layers}
+    place = {
+        "find_rotary": find_rotary,
+        "head_scores": head_scores,
+        "layer_idx": layer_idx,
+        "layer": layer,
+        "num_layers": num_layers,
+    }
     sinks = options["num_sink_tokens"]
     match name:
         case "random":
@@ -64,6 +73,9 @@ def build_policy(
         case "expected_attention":
             chosen = {key: options[key] for key in ("num_future_tokens", "epsilon")}
             return ExpectedAttention(rotary=find_rotary(), num_sink_tokens=sinks, **chosen)
+        case "duo_attention":
+            pattern = options["pattern"] or head_scores()
+            return DuoAttention(pattern, layer=layer, minimum=sinks + options["num_recent_tokens"])
         case "kvzip":
             return KVzip(chunk_length=options["chunk_length"])
         case "pyramidkv":

@@ -29,5 +29,5 @@ class AdaKV(Policy):
     def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
         return self.scorer.scores(held, observer)
 
-    def select(self, scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
+    def select(self, scores: torch.Tensor, budget: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return best_of_all_heads(scores, budget, self.safeguard)

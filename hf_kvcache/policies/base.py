@@ -60,8 +60,12 @@ class Observer(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> None: ...
 
-    def evict(self, source: torch.Tensor) -> None:
-        """Tokens were evicted: column `i` is what column `source[..., i]` was (-1: none). By default, start anew."""
+    @abstractmethod
+    def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
+        """The layer held the tokens of `old_slots` `[B, Hkv, n]` in this order, and now those of `new_slots`."""
+
+    def end_round(self) -> None:
+        """Tokens were evicted. By default, start anew: the queries to come say what matters from now on."""
         self.clear()
 
     @abstractmethod
@@ -93,6 +97,9 @@ class Policy(ABC):
         """
         return budget
 
-    def select(self, scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-        """Which tokens stay, bool `[B, Hkv, n]`: at most `budget` `[B]` a head, on average over the heads of a row."""
-        return best_of_each_head(scores, budget)
+    def select(self, scores: torch.Tensor, budget: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Which tokens stay, bool `[B, Hkv, n]`: at most `budget` `[B]` a head, on average over heads.
+
+        `seen` `[B]` are the real tokens of each row so far.
+        """
+        return best_of_each_head(scores, budget[:, None])

@@ -41,6 +41,9 @@ class QueryWindow(Observer):
         # A copy: a view would keep all queries of the prompt alive.
         self.queries = Queries(new.clone(), start - new.shape[2])
 
+    def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
+        pass  # queries know no columns
+
     def select_rows(self, index: torch.Tensor) -> None:
         if self.queries is not None:
             self.queries = self.queries._replace(states=self.queries.states.index_select(0, index))
@@ -92,6 +95,9 @@ class QueryMoments(Observer):
     def forget(self, count: int) -> None:
         pass  # what a few queries added to the mean stays
 
+    def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
+        pass  # neither do their moments
+
     def select_rows(self, index: torch.Tensor) -> None:
         if self._sums is not None:
             self._sums = tuple(part.index_select(0, index) for part in self._sums)
@@ -124,9 +130,17 @@ class AttentionSums(Observer):
             sums[..., : self._sums.shape[-1]] = self._sums
         return sums
 
-    def evict(self, source: torch.Tensor) -> None:
-        moved = self._sums.gather(-1, source.clamp(min=0))
-        self._sums = moved.masked_fill(source < 0, 0.0)
+    def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
+        if self._sums is None:
+            return
+        # By slot, for a moment; a column without a token is the slot after the last.
+        by_slot = self._sums.new_zeros(*old_slots.shape[:2], seen + 1)
+        known = old_slots[..., : self._sums.shape[-1]]
+        by_slot.scatter_(2, known.where(known >= 0, seen), self._sums)
+        self._sums = by_slot.gather(2, new_slots.where(new_slots >= 0, seen)).masked_fill(new_slots < 0, 0.0)
+
+    def end_round(self) -> None:
+        pass  # heavy hitters of all time
 
     def forget(self, count: int) -> None:
         # What their queries gave to other tokens stays.

@@ -32,7 +32,11 @@ class Reconstruction:
         for begin in range(0, count, _QUERIES_AT_A_TIME):
             part = Queries(queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME], queries.start + begin)
             weights = attention_weights(part, whole)  # [B, Hkv, G, T, n]
-            self.most = torch.maximum(self.most, weights[..., : self.most.shape[-1]].amax(dim=(2, 3)))
+            self.note(weights, part)
             output = torch.matmul(weights.flatten(2, 3).to(whole.values.dtype), whole.values)
             outputs.append(output.unflatten(2, weights.shape[2:4]).flatten(1, 2))
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def note(self, weights: torch.Tensor, queries: Queries) -> None:
+        """Take note of attention weights `[B, Hkv, Hq / Hkv, T, n]` of `queries`; their own tokens come last."""
+        self.most = torch.maximum(self.most, weights[..., : self.most.shape[-1]].amax(dim=(2, 3)))

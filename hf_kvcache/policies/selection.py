@@ -14,8 +14,8 @@ def ranks(scores: torch.Tensor) -> torch.Tensor:
 
 
 def best_of_each_head(scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """The `budget` `[B]` best tokens of each head of `scores` `[B, H, n]`; -inf marks what is not there."""
-    return (ranks(scores) < budget[:, None, None]) & (scores > -torch.inf)
+    """The best tokens of each head of `scores` `[B, H, n]`: `budget` `[B, H or 1]`; -inf marks what is not there."""
+    return (ranks(scores) < budget.unsqueeze(-1)) & (scores > -torch.inf)
 
 
 def best_of_all_heads(scores: torch.Tensor, budget: torch.Tensor, safeguard: float) -> torch.Tensor:
