@@ -120,24 +120,31 @@ def _measure(
 
 
 def ask_unseen(model: PreTrainedModel, build: Callable[[], Cache], sample: Sample) -> list[Score]:
-    """One score a question: the cache is filled with the context, and the questions are asked on copies of it.
-
-    The copies are one batch. Shorter rows are padded at their end, which no token before can see: this is exact.
-    """
+    """One score a question: the cache is filled with the context, and the questions are asked on copies of it."""
     cache = build()
     context = torch.tensor([sample.context], device=model.device)
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(context, use_cache=True, **{CACHE_ARG: cache}, **last)
     compress_context(cache, context)
     held = measure(cache)
+    # transformers' caches cannot all repeat a sequence: those are asked one question after the other.
+    batches = [sample.questions] if isinstance(cache, KVCache) else [(question,) for question in sample.questions]
+    return [score for batch in batches for score in _ask(model, cache, batch, held)]
+
+
+def _ask(model: PreTrainedModel, cache: Cache, questions: Sequence[Question], held: int) -> list[Score]:
+    """Scores of questions asked on a copy of `cache`, as one batch.
+
+    Shorter rows are padded at their end. No token before can see that, so it changes nothing.
+    """
     copies = cache.fork() if isinstance(cache, KVCache) else copy.deepcopy(cache)
-    copies.batch_repeat_interleave(len(sample.questions))
-    rows = [torch.tensor(question.text + question.answer[:-1]) for question in sample.questions]
-    ids = pad_sequence(rows, batch_first=True).to(model.device)
-    logits = model(ids, use_cache=True, **{CACHE_ARG: copies}).logits
+    if len(questions) > 1:
+        copies.batch_repeat_interleave(len(questions))
+    rows = [torch.tensor(question.text + question.answer[:-1]) for question in questions]
+    logits = model(pad_sequence(rows, batch_first=True).to(model.device), use_cache=True, **{CACHE_ARG: copies}).logits
     return [
         score_answer(row[len(question.text) - 1 : len(question.text) - 1 + len(question.answer)], question, held)
-        for row, question in zip(logits, sample.questions, strict=True)
+        for row, question in zip(logits, questions, strict=True)
     ]
 
 
