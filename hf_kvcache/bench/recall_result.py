@@ -1,5 +1,6 @@
 """What the recall benchmark found: scores of answers, their means over contexts, and differences to the full cache."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -31,6 +32,11 @@ class Estimate:
     mean: float
     standard_error: float | None
 
+    def scaled(self, factor: float) -> "Estimate":
+        """In another unit, `1 / factor` of this one."""
+        error = None if self.standard_error is None else factor * self.standard_error
+        return Estimate(factor * self.mean, error)
+
     def __format__(self, spec: str) -> str:
         error = "" if self.standard_error is None else f" ± {self.standard_error:{spec.lstrip('+')}}"
         return f"{self.mean:{spec}}{error}"
@@ -52,6 +58,20 @@ class RecallRow:
     held_bytes: float
     held_ratio: float
 
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        return (
+            self.cache,
+            f"{100 * self.exact_match.mean:.1f}",
+            f"{self.exact_match_difference.scaled(100):+.1f}",
+            f"{100 * self.tokens_right.mean:.1f}",
+            f"{self.tokens_right_difference.scaled(100):+.1f}",
+            f"{self.nll.mean:.2f}",
+            f"{self.nll_difference:+.2f}",
+            format_bytes(self.held_bytes),
+            f"{self.held_ratio:.2f}",
+        )
+
 
 @dataclass(frozen=True)
 class RecallBench:
@@ -69,30 +89,20 @@ class RecallBench:
         return asdict(self)
 
     def table(self) -> Table:
-        """A rich table, one line a task, protocol and cache."""
+        """A rich table: for each task and protocol, one line a cache."""
         title = (
             f"recall: {self.model}, {self.dtype}, {self.contexts} contexts of up to {self.length:,} tokens, "
             f"{self.questions} questions each, seed {self.seed}"
         )
         table = Table(title=title)
-        for column in ("task", "protocol", "cache"):
-            table.add_column(column)
-        for column in ("exact match", "- full", "tokens right", "- full", "answer NLL", "- full", "held", "/ full"):
+        table.add_column("cache")
+        for column in ("exact match %", "- full", "tokens right %", "- full", "NLL", "- full", "held", "/ full"):
             table.add_column(column, justify="right")
-        for row in self.rows:
-            table.add_row(
-                row.task,
-                row.protocol,
-                row.cache,
-                f"{row.exact_match.mean:.3f}",
-                f"{row.exact_match_difference:+.3f}",
-                f"{row.tokens_right.mean:.3f}",
-                f"{row.tokens_right_difference:+.3f}",
-                f"{row.nll.mean:.3f}",
-                f"{row.nll_difference:+.3f}",
-                format_bytes(row.held_bytes),
-                f"{row.held_ratio:.2f}x",
-            )
+        for (task, protocol), rows in itertools.groupby(self.rows, key=lambda row: (row.task, row.protocol)):
+            table.add_section()
+            table.add_row(f"[bold]{task}, {protocol}")
+            for row in rows:
+                table.add_row(*row.cells())
         return table
 
 

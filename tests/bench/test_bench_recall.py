@@ -12,6 +12,7 @@ from hf_kvcache import make_cache
 from hf_kvcache.bench.recall import ask_seen, ask_unseen, bench_recall, score_answer
 from hf_kvcache.bench.recall_result import Score, estimate, summarize
 from hf_kvcache.bench.recall_tasks import Question, Sample
+from hf_kvcache.bench.texts import python_topics
 
 INT2 = {"q_group_size": 16, "residual_length": 0, "num_sink_tokens": 0}
 WINDOW = {"sliding_window": 8, "num_sink_tokens": 1}
@@ -88,6 +89,22 @@ def test_exact_caches_score_as_a_forward_without_a_cache(name, ask, cache, sampl
         logits = model(ids, use_cache=False).logits[0, -len(question.answer) - 1 : -1]
         expected.append(score_answer(logits, question, 0))
     assert_same(ask(model, build, sample), expected)
+
+
+@pytest.mark.parametrize("ask", [ask_unseen, ask_seen])
+@torch.no_grad()
+def test_what_greedy_decoding_writes_is_an_exact_match(ask, sample, tiny_model):
+    model, context = tiny_model("llama"), sample.context
+    questions = []
+    for question in sample.questions:
+        prompt = torch.tensor([context + question.text])
+        written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+        questions.append(Question(question.text, tuple(written[0, prompt.shape[1] :].tolist())))
+    *first, last = questions[0].answer
+    questions.append(Question(questions[0].text, (*first, last ^ 1)))
+    scores = ask(model, lambda: make_cache(model), Sample(context, tuple(questions)))
+    assert [score.exact_match for score in scores] == [1, 1, 1, 0]
+    assert [score.tokens_right for score in scores] == pytest.approx([1, 1, 1, 5 / 6])
 
 
 @pytest.mark.parametrize(("name", "cache", "options"), CACHES)
@@ -175,7 +192,8 @@ def test_rows_of_a_run(tiny_model, letters):
         assert int2.held_ratio == int2.held_bytes / full.held_bytes < 0.5
         assert full.held_bytes == pytest.approx(2 * 2 * 2 * 16 * 4 * 400, rel=0.5)
     assert json.loads(json.dumps(bench.to_dict()))["rows"][0]["exact_match"]["mean"] == bench.rows[0].exact_match.mean
-    assert bench.table().row_count == 12
+    assert bench.table().row_count == 4 + 12
+    assert list(bench.table().columns[0].cells)[:4] == ["[bold]mk_needle, unseen", *labels]
 
 
 def test_differences_are_paired_and_contexts_are_the_independent_ones():
@@ -189,12 +207,13 @@ def test_differences_are_paired_and_contexts_are_the_independent_ones():
     assert row.tokens_right_difference.mean == pytest.approx(-1 / 12)
     assert row.nll_difference.mean == pytest.approx(1 / 6)
     assert f"{row.exact_match_difference:+.2f}" == "-0.17 ± 0.17"
+    assert f"{row.exact_match_difference.scaled(100):+.1f}" == "-16.7 ± 16.7"
     assert (row.held_bytes, row.held_ratio) == (100, 1)
 
 
 def test_one_context_has_no_standard_error():
     assert estimate([0.5]).standard_error is None
-    assert f"{estimate([0.5]):+.2f}" == "+0.50"
+    assert f"{estimate([0.5]).scaled(10):+.2f}" == "+5.00"
 
 
 @pytest.mark.parametrize(
@@ -208,3 +227,17 @@ def test_one_context_has_no_standard_error():
 def test_unknown_names_are_refused(options, message, tiny_model, letters):
     with pytest.raises(ValueError, match=message):
         bench_recall(tiny_model("llama"), letters, PROSE, caches=[], **options)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_finds_needles_until_they_are_forgotten(real_model):
+    model, tokenizer = real_model("smollm2")
+    caches = [("int8", {}), ("sliding_window", {"sliding_window": 64})]
+    sizes = {"contexts": 2, "length": 600, "questions": 2}
+    full, int8, window = bench_recall(model, tokenizer, python_topics(), caches=caches, **sizes).rows
+    assert full.exact_match.mean == 1.0
+    assert int8.exact_match_difference.mean == 0.0
+    assert abs(int8.nll_difference.mean) < 0.01
+    assert window.exact_match.mean == 0.0
+    assert window.held_ratio < 0.25

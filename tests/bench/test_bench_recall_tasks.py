@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_how_the_context_goes_on(task, asking, letters):
 
 def test_a_sentence_whose_beginning_is_not_its_own_is_not_asked_for(letters):
     twins = " ".join(
-        f"The same six words begin every one of these sentences which then go on with {i}." for i in "abcd"
+        f"The same six words begin every one of these sentences which then go on up to letter {i}." for i in "abcd"
     )
     with pytest.raises(ValueError, match="has 0 sentences of 18 words"):
         make_samples("sent_recall", letters, twins + " Short ones do not count here.", length=250, questions=1)
