@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,26 @@ def make_ids():
         return torch.randint(2, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
 
     return build
+
+
+class LetterTokenizer:
+    """One token a character, within the vocabulary of the tiny models; printable ASCII comes back as it was."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None):
+        ids = [self.bos_token_id] * add_special_tokens + [2 + ord(letter) % 95 for letter in text]
+        return SimpleNamespace(input_ids=ids if return_tensors is None else torch.tensor([ids]))
+
+    @staticmethod
+    def decode(ids) -> str:
+        return "".join(chr(index - 2 if index >= 34 else index + 93) for index in ids if index > 1)
+
+
+@pytest.fixture(scope="session")
+def letters():
+    """A tokenizer for the tiny models that needs no file."""
+    return LetterTokenizer()
 
 
 @pytest.fixture(scope="session")

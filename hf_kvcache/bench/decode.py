@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import KVCache, make_cache
 from ..compat import CACHE_ARG
 from ..report import format_bytes, measure
+from .labels import model_label
 from .peak import peak_growth
+from .peers import PEERS, build_peer, check_peer, peer_label
 
 WARM_UP_STEPS = 2
 
@@ -92,12 +94,17 @@ def bench_decode(
         model: where the caches are used.
         contexts: tokens in the cache when the measured steps begin.
         steps: measured steps of each cache, after two that are not counted.
-        caches: names of ours, or "static" for a StaticCache of the exact size.
+        caches: names of ours; "static", a StaticCache of the exact size; "quantized", transformers' QuantizedCache.
         progress: called with a line of text before each part.
+
+    Raises:
+        ImportError: if "quantized" has none of the packages it needs.
     """
     if steps < 1 or not contexts or min(contexts) < 2:
         raise ValueError(f"steps={steps} and contexts={list(contexts)} must be at least 1 step and 2 tokens.")
     names = ["dynamic", *(name for name in caches if name != "dynamic")]
+    for name in names:
+        check_peer(name)
     rows: list[DecodeRow] = []
     for context in contexts:
         if progress:
@@ -105,7 +112,7 @@ def bench_decode(
         rows += _bench_context(model, names, context, steps)
         gc.collect()
     return DecodeBench(
-        model=getattr(model.config, "_name_or_path", "").rsplit("/", 1)[-1] or type(model).__name__,
+        model=model_label(model),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         threads=torch.get_num_threads(),
@@ -134,7 +141,7 @@ def _bench_context(model: PreTrainedModel, names: list[str], context: int, steps
     medians = {name: statistics.median(values[WARM_UP_STEPS:]) for name, values in times.items()}
     return [
         DecodeRow(
-            cache=name,
+            cache=peer_label(name),
             context=context,
             step_s=medians[name],
             worst_step_s=max(times[name][WARM_UP_STEPS:]),
@@ -149,12 +156,7 @@ def _bench_context(model: PreTrainedModel, names: list[str], context: int, steps
 
 
 def _build(model: PreTrainedModel, name: str, length: int) -> Cache:
-    config = model.config.get_text_config(decoder=True)
-    if name == "dynamic":
-        return DynamicCache(config=config)
-    if name == "static":
-        return StaticCache(config=config, max_cache_len=length)
-    return make_cache(model, name)
+    return build_peer(model, name, length) if name in PEERS else make_cache(model, name)
 
 
 def _fill(model: PreTrainedModel, cache: Cache, context: int) -> Cache:

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import make_cache
 from ..compat import CACHE_ARG
+from .labels import cache_label, model_label
 
 CHUNK_LENGTH = 64
 
@@ -91,7 +92,7 @@ def bench_fidelity(
     full = _log_probs(model, DynamicCache(config=model.config.get_text_config(decoder=True)), ids, prefix)
     rows = []
     for name, options in caches:
-        label = name + "".join(f" {key}={value}" for key, value in options.items())
+        label = cache_label(name, options)
         if progress:
             progress(label)
         cache = make_cache(model, name, **options)
@@ -106,7 +107,7 @@ def bench_fidelity(
             )
         )
     return FidelityBench(
-        model=getattr(model.config, "_name_or_path", "").rsplit("/", 1)[-1] or type(model).__name__,
+        model=model_label(model),
         dtype=str(model.dtype).removeprefix("torch."),
         prefix=prefix,
         scored=scored,

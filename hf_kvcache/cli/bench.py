@@ -5,11 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_kvcache.bench.texts import python_topics, read_texts
 from hf_kvcache.cli.loading import Device, Dtype, DtypeName, ModelName, load, parse_integers, parse_settings
 from hf_kvcache.cli.output import AsJson, Threads, remark, set_threads, show, show_json
 from hf_kvcache.models import DEFAULT_MODEL
 
-_BASELINES = ("dynamic", "static")  # transformers' own, measured beside ours
+_TextFile = Annotated[
+    Path | None, typer.Option("--text-file", help="Text, or a folder of texts (default: Python's own language topics).")
+]
+_FIDELITY_TOPICS = ("assignment", "class", "for", "numeric-types", "import", "try", "with")
 
 app = typer.Typer(no_args_is_help=True, help="Measure caches side by side.")
 
@@ -26,7 +30,10 @@ def decode(
         str, typer.Option("--contexts", help="Tokens in the cache, comma-separated.")
     ] = "1024,4096,8192",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps a cache and context.")] = 32,
-    caches: Annotated[str, typer.Option("--caches", help="Caches to measure, comma-separated.")] = "blocks,static",
+    caches: Annotated[
+        str,
+        typer.Option("--caches", help="Caches to measure, comma-separated; transformers' static and quantized too."),
+    ] = "blocks,static",
     dtype: DtypeName = Dtype.float32,
     device: Device = None,
     as_json: AsJson = False,
@@ -40,9 +47,12 @@ def decode(
     set_threads(threads)
     from hf_kvcache import registry
     from hf_kvcache.bench.decode import bench_decode
+    from hf_kvcache.bench.peers import PEERS, check_peer
 
     for name in names:
-        if name not in _BASELINES:
+        if name in PEERS:
+            check_peer(name)
+        else:
             registry.resolve(name, {})
     loaded, _ = load(model, dtype, device)
     result = bench_decode(loaded, contexts=lengths, steps=steps, caches=names, progress=remark)
@@ -58,9 +68,7 @@ def fidelity(
     caches: Annotated[
         str, typer.Option("--caches", help="Caches to measure, comma-separated; options as int4:q_group_size=32:...")
     ] = "int8,int4,int2",
-    text_file: Annotated[
-        Path | None, typer.Option("--text-file", help="Text to force (default: Python's own language topics).")
-    ] = None,
+    text_file: _TextFile = None,
     prefix: Annotated[int, typer.Option("--prefix", min=1, help="Tokens prefilled in one pass.")] = 1536,
     scored: Annotated[int, typer.Option("--scored", min=2, help="Tokens compared after the prefix.")] = 512,
     dtype: DtypeName = Dtype.float32,
@@ -69,16 +77,12 @@ def fidelity(
     threads: Threads = None,
 ) -> None:
     """KL divergence of each cache's next-token distributions from the full cache's, on forced text."""
-    from hf_kvcache import registry
-
-    chosen = [_parse_cache(text) for text in caches.split(",") if text.strip()]
-    for name, options in chosen:
-        registry.resolve(name, options)
+    chosen = _parse_caches(caches)
     set_threads(threads)
     from hf_kvcache.bench.fidelity import bench_fidelity
 
+    text = python_topics(_FIDELITY_TOPICS) if text_file is None else read_texts(text_file)
     loaded, tokenizer = load(model, dtype, device)
-    text = _default_text() if text_file is None else text_file.read_text(encoding="utf-8")
     ids = tokenizer(text[: 12 * (prefix + scored)], return_tensors="pt").input_ids
     result = bench_fidelity(loaded, ids, caches=chosen, prefix=prefix, scored=scored, progress=remark)
     if as_json:
@@ -87,13 +91,68 @@ def fidelity(
         show(result.table())
 
 
-def _parse_cache(text: str) -> tuple[str, dict[str, Any]]:
-    name, *settings = text.strip().split(":")
-    return name, parse_settings(settings)
+@app.command("recall")
+def recall(
+    model: ModelName = DEFAULT_MODEL,
+    caches: Annotated[
+        str, typer.Option("--caches", help="Caches to measure, comma-separated; options as int4:q_group_size=32:...")
+    ] = "int4,int2",
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="mk_needle, sent_recall, copy_ids, comma-separated.")
+    ] = "mk_needle",
+    protocols: Annotated[
+        str,
+        typer.Option(
+            "--protocols",
+            help="unseen: the cache is filled before a question is known. seen: context and question are one prompt.",
+        ),
+    ] = "unseen",
+    contexts: Annotated[int, typer.Option("--contexts", min=1, help="Contexts a task.")] = 8,
+    length: Annotated[int, typer.Option("--length", min=1, help="Tokens a context, at most.")] = 1600,
+    questions: Annotated[int, typer.Option("--questions", min=1, help="Questions a context.")] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 0,
+    text_file: _TextFile = None,
+    dtype: DtypeName = Dtype.float32,
+    device: Device = None,
+    as_json: AsJson = False,
+    threads: Threads = None,
+) -> None:
+    """What each cache can still look up in a context: answers of which perplexity shows nothing."""
+    chosen = _parse_caches(caches)
+    asked = [[name.strip() for name in names.split(",") if name.strip()] for names in (tasks, protocols)]
+    set_threads(threads)
+    from hf_kvcache.bench.recall import bench_recall, check_choices
+
+    check_choices(*asked)
+    text = python_topics() if text_file is None else read_texts(text_file)
+    loaded, tokenizer = load(model, dtype, device)
+    result = bench_recall(
+        loaded,
+        tokenizer,
+        text,
+        caches=chosen,
+        tasks=asked[0],
+        protocols=asked[1],
+        contexts=contexts,
+        length=length,
+        questions=questions,
+        seed=seed,
+        progress=remark,
+    )
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        show(result.table())
 
 
-def _default_text() -> str:
-    """English prose that every Python ships (PSF licence)."""
-    from pydoc_data.topics import topics
+def _parse_caches(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and options, checked."""
+    from hf_kvcache import registry
 
-    return "\n".join(topics[name] for name in ("assignment", "class", "for", "numeric-types", "import", "try", "with"))
+    chosen = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, *settings = part.split(":")
+        options = parse_settings(settings)
+        registry.resolve(name, options)
+        chosen.append((name, options))
+    return chosen

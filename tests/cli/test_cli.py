@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import hf_kvcache
 from hf_kvcache.cli import app
-from hf_kvcache.cli import bench as bench_command
 from hf_kvcache.cli import models as models_command
 from hf_kvcache.models import MODELS, FetchError, Progress
 from hf_kvcache.registry import CATALOG, TECHNIQUES
@@ -38,7 +37,9 @@ def home(tmp_path, monkeypatch):
     return fetched
 
 
-@pytest.mark.parametrize("command", [[], ["models"], ["generate"], ["bench"], ["bench", "decode"], ["techniques"]])
+@pytest.mark.parametrize(
+    "command", [[], ["models"], ["generate"], ["bench"], ["bench", "decode"], ["bench", "recall"], ["techniques"]]
+)
 def test_every_command_has_help(command):
     result = call(*command, "--help")
     assert result.exit_code == 0
@@ -46,7 +47,9 @@ def test_every_command_has_help(command):
 
 
 @pytest.mark.parametrize(
-    "command", [["techniques"], ["models", "list"], ["models", "path"], ["bench", "decode"], ["bench", "fidelity"]]
+    "command",
+    [["techniques"], ["models", "list"], ["models", "path"]]
+    + [["bench", name] for name in ("decode", "fidelity", "recall")],
 )
 def test_every_command_takes_json_and_threads(command):
     text = re.sub(r"\x1b\[[0-9;]*m", "", call(*command, "--help").stdout)  # coloured on some CI services
@@ -153,19 +156,3 @@ def test_models_path_of_a_model_that_is_not_here(tmp_path, monkeypatch):
     result = call("models", "path", "gemma3")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "run `hf-kvcache models fetch gemma3`" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--contexts", "1k"], "--contexts '1k' is not a list of positive integers"),
-        (["--contexts", "0"], "--contexts '0' is not a list"),
-        (["--caches", ","], "--caches is empty"),
-        (["--caches", "blokcs"], "did you mean 'blocks'?"),
-    ],
-)
-def test_bench_refuses_before_it_loads_a_model(monkeypatch, arguments, message):
-    monkeypatch.setattr(bench_command, "load", lambda *_: pytest.fail("the model was loaded"))
-    result = call("bench", "decode", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
