@@ -168,6 +168,11 @@ _GRANULARITY = (
 _SCORERS = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "lagkv", "knorm")
 
 
+def _scorers(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(name in _SCORERS for name in value)
+    return None if is_list else "a list of " + ", ".join(map(repr, _SCORERS))
+
+
 _WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", _at_least(1)),)
 _EXPECTED_OPTIONS = (
     Option("num_future_tokens", "int", 512, "positions at which queries are expected", _at_least(1)),
@@ -198,6 +203,13 @@ _POLICIES = (
     _eviction("h2o", "what all queries attended to", kernel_size=13),
     _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=13),
+    _eviction(
+        "blend",
+        "what several policies agree on",
+        Option("scorers", "list", ("expected_attention", "keydiff"), "policies whose ranks are added", _scorers),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=9,
+    ),
     _eviction(
         "pyramidkv",
         "more tokens in lower layers",
