@@ -91,6 +91,11 @@ class KVCache(Cache):
         """All layers but those that share another layer's keys and values."""
         return [layer for layer in self.layers if isinstance(layer, (KVLayer, StateLayer))]
 
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens are evicted from this cache: then `compress` may be called."""
+        return bool(evicting_layers(self.layers))
+
     def compress(self, input_ids: torch.Tensor | None = None) -> None:
         """Evict tokens now, as the technique's options say; `generate()` does it by itself when a prompt is in.
 
