@@ -1,5 +1,8 @@
 """The cache of a whole model: built from its config, used by `generate()` and plain forward calls alike."""
 
+import copy
+import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from .model_layers import attention_modules, passes_straight_through
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
 from .rotary import find_rotary
+from .saving import save_cache
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .states import HybridLayer, StateLayer
@@ -30,12 +34,14 @@ class KVCache(Cache):
     Args:
         layers: one layer for each layer of the model.
         recipe: the techniques and options the layers were built from.
+        model: the model they serve; not kept alive by its cache.
     """
 
-    def __init__(self, layers: list, recipe: Recipe):
+    def __init__(self, layers: list, recipe: Recipe, model: PreTrainedModel):
         compat.enable()
         super().__init__(layers=layers)
         self.recipe = recipe
+        self._model = weakref.ref(model)
 
     def __repr__(self) -> str:
         return f"KVCache({self.recipe.name!r}, {len(self.layers)} layers, {self.num_tokens_seen} tokens seen)"
@@ -101,7 +107,23 @@ class KVCache(Cache):
 
     def fork(self) -> "KVCache":
         """A second cache over the same tokens: blocks are shared until one of the two writes them."""
-        return KVCache([layer.fork() if layer in self._storing_layers else layer for layer in self.layers], self.recipe)
+        layers = [layer.fork() if layer in self._storing_layers else layer for layer in self.layers]
+        forked = copy.copy(self)
+        forked.layers = layers
+        return forked
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything this cache holds to a safetensors file, encoded tokens as they are, or nothing on an error.
+
+        `hf_kvcache.load_cache(model, path)` reads it. A past that was recorded for a rollback is kept and can be rolled
+        back after loading. Forks are saved each by itself; sequences of one cache go on sharing their blocks.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or if the model does not exist any more.
+        """
+        if (model := self._model()) is None:
+            raise RuntimeError("the model that filled this cache is gone: keep it until the cache is saved.")
+        save_cache(self, model, path)
 
     def to(self, device: torch.device | str) -> "KVCache":
         """Move every stored tensor to `device`, in place; returns the cache."""
@@ -147,7 +169,7 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
             takes_over=attention is not None and passes_straight_through(type(attention)),
         )
         layers.append(_build_layer(model, attention, context, kwargs, recipe, is_windowed=index in windowed))
-    return KVCache(layers, recipe)
+    return KVCache(layers, recipe, model)
 
 
 _FULL = ("full_attention", "hybrid")

@@ -15,10 +15,11 @@ from torch import nn
 
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
-from .blocks import Arena, BlockTable
+from .blocks import Arena, BlockTable, load_table, table_state
 from .codecs.base import Codec, FusedKeyCodec, FusedValueCodec, Shape
 from .kernels.compiled import CannotCompileError, is_usable
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .masks import join_masks, restrict_mask, visible
 from .sinks import Sinks
 
@@ -270,6 +271,20 @@ class CodedLayer(AttendingLayer):
         if self.table is not None:
             self.coded = self.coded.to(self.context.pool(device))
             self.sinks.to(device)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("coded", table_state(self.coded))
+            state.put("sinks", self.sinks.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            load_table(self.coded, state.part("coded"))
+            self.sinks.load_state(state.part("sinks"))
+            self._give_back_memory()
 
     def reset(self) -> None:
         super().reset()
