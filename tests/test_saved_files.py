@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, load_cache, make_cache, saving, tensor_file
+from hf_kvcache.states import StateLayer
 from hf_kvcache.tensor_file import TensorFile, TensorSpec, write_tensors
 
 pytestmark = pytest.mark.core
@@ -322,3 +323,16 @@ def test_a_prompt_is_still_checked(saved, make_ids):
     model, path = saved
     with pytest.raises(ValueError, match="the cache holds another text than this prompt"):
         model.generate(make_ids(2, 95, seed=4), max_new_tokens=2, **{CACHE_ARG: load_cache(model, path)})
+
+
+def test_convolution_states_keep_their_recorded_past():
+    layer, loaded = StateLayer(), StateLayer()
+    layer.activate_past_recording()
+    for seed in range(2):
+        states = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(seed))
+        layer.update_conv_state(states, conv_kernel_size=4)
+    loaded.load_state(layer.state(), torch.device("cpu"))
+    for each in (layer, loaded):
+        each.crop(-5)
+    assert torch.equal(loaded.conv_states[0], layer.conv_states[0])
+    assert loaded.can_crop(1)
