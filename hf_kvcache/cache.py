@@ -15,6 +15,7 @@ from . import compat
 from .block_layer import BlockLayer
 from .codecs import build_codecs
 from .coded_layer import CodedLayer
+from .coded_window import CodedWindowLayer
 from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .registry import Recipe, resolve
@@ -206,10 +207,10 @@ def _build_layer(
             f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
             "transformers' own cache for this model (leave cache_implementation out)."
         )
+    elif recipe.fills("encoding"):
+        layer = _build_coded(attention, context, recipe, is_windowed=is_windowed)
     elif is_windowed:
         layer = _build_window(model, attention, context, recipe.options)
-    elif recipe.fills("encoding"):
-        layer = _build_coded(attention, context, recipe)
     else:
         layer = BlockLayer(context)
     return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
@@ -226,17 +227,19 @@ def _build_window(model: nn.Module, attention: Any, context: LayerContext, optio
     )
 
 
-def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:
+def _build_coded(attention: Any, context: LayerContext, recipe: Recipe, *, is_windowed: bool) -> CodedLayer:
     name = recipe.fills("encoding").name
     _check_takes_over(name, attention, context)
     key_codec, value_codec = build_codecs(name, recipe.options, attention.head_dim)
-    return CodedLayer(
-        context,
-        key_codec=key_codec,
-        value_codec=value_codec,
-        residual_length=recipe.options["residual_length"],
-        num_sink_tokens=recipe.options["num_sink_tokens"],
-    )
+    coding = {
+        "key_codec": key_codec,
+        "value_codec": value_codec,
+        "residual_length": recipe.options["residual_length"],
+        "num_sink_tokens": recipe.options["num_sink_tokens"],
+    }
+    if is_windowed:
+        return CodedWindowLayer(context, sliding_window=recipe.options["sliding_window"], **coding)
+    return CodedLayer(context, **coding)
 
 
 def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:

@@ -161,11 +161,6 @@ TECHNIQUES: dict[str, Technique] = {
     )
 }
 
-# Roles that do not go together, and why.
-_CONFLICTS = {
-    ("encoding", "retention"): "a window holds its few tokens in full precision, so there is nothing to encode",
-}
-
 _NATIVE = "native: caches of models trained with it are held exactly"
 _LATER = "not in this version"
 
@@ -229,10 +224,6 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
                 f"{other.name!r} and {technique.name!r} do not compose: both decide the {technique.role}. Keep one."
             )
         roles[technique.role] = technique
-    for pair, reason in _CONFLICTS.items():
-        if all(role in roles for role in pair):
-            first, second = (roles[role].name for role in pair)
-            raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 
@@ -246,6 +237,11 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
+    if given.get("positions") == "cache" and (encoding := next((t for t in techniques if t.role == "encoding"), None)):
+        raise ValueError(
+            f"positions='cache' is not possible with {encoding.name!r}: encoded keys stay as they were rotated. Give "
+            "positions='original', or use 'sliding_window' alone."
+        )
     return {key: given.get(key, option.default) for key, option in known.items()}
 
 

@@ -116,4 +116,5 @@ def test_tokens_that_a_kernel_has_attended_to_are_merged(dtype):
     attended = [(scores.softmax(-1) @ wide_value, scores.logsumexp(-1))]
     merged = attend_merged(query, [[Piece(key[:, :, 40:], value[:, :, 40:])]], None, attended)
     assert merged.dtype == dtype
-    torch.testing.assert_close(merged, expected(query, key, value))
+    reference = expected(query.float(), key.float(), value.float())
+    torch.testing.assert_close(merged.float(), reference, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)

@@ -24,6 +24,7 @@ CACHES = (
     ("sliding_window", "gemma3", _WINDOW | {"positions": "cache"}, {}),
     ("blocks+sliding_window", "falcon_h1", _WINDOW, {}),
     ("int8", "llama", _INTEGER, {}),
+    ("sliding_window+int4", "llama", _INTEGER | {"sliding_window": 50}, {}),
     ("int4", "gemma3", _INTEGER, {}),
     ("int4", "falcon_h1", _INTEGER, {}),
     ("int2", "llama", _INTEGER | {"key_bits": 4}, {}),
