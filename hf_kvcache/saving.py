@@ -32,7 +32,7 @@ def save_cache(cache: "KVCache", model: PreTrainedModel, path: str | os.PathLike
     header = {
         "version": FORMAT_VERSION,
         "technique": cache.recipe.name,
-        "options": cache.recipe.options,
+        "options": _plain_options(cache),
         "model": model_identity(model),
         "layers": {},
     }
@@ -83,6 +83,13 @@ def load_cache(
 
 def _storing_layers(cache: "KVCache") -> dict[int, KVLayer | StateLayer]:
     return {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, (KVLayer, StateLayer))}
+
+
+def _plain_options(cache: "KVCache") -> dict[str, Any]:
+    for name, value in cache.recipe.options.items():
+        if not isinstance(value, (str, int, float, list, tuple, type(None))):
+            raise NotImplementedError(f"a cache made with {name}={value!r} cannot be saved: only plain values can.")
+    return cache.recipe.options
 
 
 def _read_header(file: TensorFile) -> dict[str, Any]:

@@ -188,6 +188,15 @@ def test_the_model_must_still_exist(path, tiny_model):
         cache.save(path)
 
 
+def test_options_that_are_objects_cannot_be_saved(path, tiny_model):
+    model = tiny_model("llama")
+    cache = make_cache(model)
+    cache.recipe.options["block_size"] = object()
+    with pytest.raises(NotImplementedError, match=r"a cache made with block_size=<object .* cannot be saved"):
+        cache.save(path)
+    assert not path.exists()
+
+
 # --- writing
 
 
