@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +31,12 @@ _KEY_PLANES = ("codes", "high", "scale", "zero", "mean")
 _VALUE_PLANES = _KEY_PLANES[:4]
 
 
+def can_serve(query: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether `attend_coded` takes this query and mask: one token a row, one mask for all heads, no gradients."""
+    is_fit = query.is_cuda and query.shape[2] == 1 and query.dtype in _DTYPES and not query.requires_grad
+    return is_fit and (mask is None or mask.shape[1:3] == (1, 1))
+
+
 class Attended(NamedTuple):
     """Attention over some tokens: float32 output `[B, Hq, 1, Dv]`, and the log-sum-exp of the scores `[B, Hq, 1]`."""
 
@@ -40,31 +47,32 @@ class Attended(NamedTuple):
 def attend_coded(
     query: torch.Tensor,
     forms: Sequence[Any],
-    dims: Sequence[int],
     planes: Sequence[torch.Tensor],
-    block_ids: torch.Tensor,
+    block_ids: np.ndarray,
     group_length: int,
     *,
+    slot: int = 0,
     scaling: float | None = None,
     mask: torch.Tensor | None = None,
     sinks: tuple[torch.Tensor, int] | None = None,
 ) -> Attended:
-    """Attention of `query` `[B, Hq, 1, D]` over encoded tokens, from slot 0 on, without the sinks among them.
+    """Attention of `query` `[B, Hq, 1, D]` over encoded tokens, without the sinks among them.
 
     Merge it with the attention over sinks and tail by the log-sum-exps.
 
     Args:
         query: float32, bfloat16 or float16; products are taken in its dtype, sums in float32.
         forms: how the keys and the values are stored (`StoredForm`).
-        dims: channels of keys and of values.
         planes: the codecs' `[Hkv, blocks, *]`, contiguous, those of the keys first; a block is a group of tokens.
-        block_ids: int64 `[B, N]` on the device: where each group of each row lies.
+        block_ids: int64 `[B, N]`: where each group of each row lies.
         group_length: tokens a group.
+        slot: of the first encoded token.
         scaling: of the scores; None: `D ** -0.5`.
         mask: boolean or additive, `[B or 1, 1, 1, slots]`.
         sinks: first slot of each row (int64 `[B]`) and the number of tokens from there that are not seen.
     """
     rows, heads, _, dim = query.shape
+    value_dim = forms[1].dim
     kv_heads, num_blocks = planes[0].shape[:2]
     num_groups, num_queries = block_ids.shape[1], heads // kv_heads
     scaled = query.reshape(rows, kv_heads, num_queries, dim).float() * (dim**-0.5 if scaling is None else scaling)
@@ -72,7 +80,7 @@ def attend_coded(
     key, value = _store(forms[0], planes[:count], query.device), _store(forms[1], planes[count:], query.device)
     rotated = scaled if key.rotation is None else scaled @ key.rotation.T
     splits, groups_per_split = _split(rows * kv_heads, num_groups, query.device)
-    output = scaled.new_empty(rows * kv_heads, splits, num_queries, dims[1])
+    output = scaled.new_empty(rows * kv_heads, splits, num_queries, value_dim)
     logsumexp = scaled.new_empty(rows * kv_heads, splits, num_queries)
     mask_kind, mask, mask_stride = _mask(mask)
     first_slot, num_sinks = (None, 0) if sinks is None else sinks
@@ -81,13 +89,14 @@ def attend_coded(
         scaled.contiguous(),
         output,
         logsumexp,
-        block_ids.contiguous(),
+        torch.from_numpy(block_ids).to(query.device).contiguous(),
         *(key.planes.get(name) for name in _KEY_PLANES),
         key.table,
         *(value.planes.get(name) for name in _VALUE_PLANES),
         value.table,
         mask,
         mask_stride,
+        slot,
         first_slot,
         num_sinks,
         kv_heads,
@@ -97,7 +106,7 @@ def attend_coded(
         QUERIES=num_queries,
         GROUP=group_length,
         DIM=dim,
-        VALUE_DIM=dims[1],
+        VALUE_DIM=value_dim,
         KEY_ELEMENT=forms[0].element,
         KEY_BITS=forms[0].bits,
         KEY_BLOCK=forms[0].block,
@@ -107,10 +116,10 @@ def attend_coded(
         VALUE_BLOCK=forms[1].block,
         MASK=mask_kind,
         PADDED_QUERIES=max(_MIN_ROWS, triton.next_power_of_2(num_queries)),
-        TOKENS=_tokens_at_once(group_length, max(dims), query.dtype),
+        TOKENS=_tokens_at_once(group_length, max(dim, value_dim), query.dtype),
         num_stages=_STAGES,
         PADDED_DIM=triton.next_power_of_2(dim),
-        PADDED_VALUE_DIM=triton.next_power_of_2(dims[1]),
+        PADDED_VALUE_DIM=triton.next_power_of_2(value_dim),
         DTYPE=_DTYPES[query.dtype],
     )
     # A row that sees nothing at all has an lse of -inf and an output of 0.
@@ -118,7 +127,7 @@ def attend_coded(
     merged = (output * weights.unsqueeze(-1)).sum(dim=1)
     if value.rotation is not None:
         merged = merged @ value.rotation
-    return Attended(merged.view(rows, heads, 1, dims[1]), logsumexp.logsumexp(dim=1).view(rows, heads, 1))
+    return Attended(merged.view(rows, heads, 1, value_dim), logsumexp.logsumexp(dim=1).view(rows, heads, 1))
 
 
 class _Store(NamedTuple):
@@ -244,7 +253,7 @@ def _decode(
     query, plain, output, logsumexp, ids,
     key_codes, key_high, key_scale, key_zero, key_mean, key_table,
     value_codes, value_high, value_scale, value_zero, value_table,
-    mask, mask_stride, first_slot, num_sinks, kv_heads, num_blocks, num_groups, groups_per_split,
+    mask, mask_stride, begin, first_slot, num_sinks, kv_heads, num_blocks, num_groups, groups_per_split,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_ELEMENT: tl.constexpr, KEY_BITS: tl.constexpr, KEY_BLOCK: tl.constexpr, BY_CHANNEL: tl.constexpr,
     VALUE_ELEMENT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BLOCK: tl.constexpr, MASK: tl.constexpr,
@@ -263,7 +272,7 @@ def _decode(
     mixed = tl.zeros([PADDED_QUERIES, PADDED_VALUE_DIM], tl.float32)
 
     for group in range(split * groups_per_split, min((split + 1) * groups_per_split, num_groups)):
-        place = head * num_blocks.to(tl.int64) + tl.load(ids + row.to(tl.int64) * num_groups + group)
+        place = head.to(tl.int64) * num_blocks + tl.load(ids + row.to(tl.int64) * num_groups + group)
         folded = queries
         bias = tl.zeros([PADDED_QUERIES], tl.float32)
         if BY_CHANNEL:
@@ -290,7 +299,7 @@ def _decode(
                 ).trans()  # fmt: skip
             scores = tl.dot(folded.to(DTYPE), keys.to(DTYPE), input_precision="ieee") + bias[:, None]
 
-            slot = group * GROUP + token
+            slot = begin + group * GROUP + token
             seen = token < GROUP
             if MASK == 1:
                 seen &= tl.load(mask + row * mask_stride + slot, mask=seen, other=0) != 0

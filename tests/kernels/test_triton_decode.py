@@ -24,22 +24,23 @@ class StoredForm(NamedTuple):
     planes: tuple[str, ...]
     element: str
     bits: int
+    dim: int
     block: int
     by_channel: bool = False
     table: torch.Tensor | None = None
     rotation: torch.Tensor | None = None
 
 
-def integer_form(codec, *, by_channel: bool) -> StoredForm:
+def integer_form(codec, dim: int, *, by_channel: bool) -> StoredForm:
     element, table = ("int8", None) if codec.nbits == 8 else ("codes", torch.arange(2.0**codec.nbits))
-    return StoredForm(("codes", "scale", "zero"), element, codec.nbits, codec.q_group_size, by_channel, table)
+    return StoredForm(("codes", "scale", "zero"), element, codec.nbits, dim, codec.q_group_size, by_channel, table)
 
 
 def rotated_form(codec, dim: int, *, has_mean: bool) -> StoredForm:
     planes = ("codes", "high", "scale") if codec.nbits == 3 else ("codes", "scale")
     planes = (*planes, "mean") if has_mean else planes
     table = codebook(codec.nbits)
-    return StoredForm(planes, "codes", codec.nbits, dim, table=table, rotation=rotation(dim))
+    return StoredForm(planes, "codes", codec.nbits, dim, dim, table=table, rotation=rotation(dim))
 
 
 class Case:
@@ -63,9 +64,9 @@ class Case:
                 rotated_form(codec, d, has_mean=i == 0) for i, (codec, d) in enumerate(zip(codecs, dims, strict=True))
             ]
         elif name == "fp8":
-            self.forms = [StoredForm(("codes", "scale"), "float8", 8, dim) for dim in dims]
+            self.forms = [StoredForm(("codes", "scale"), "float8", 8, dim, dim) for dim in dims]
         else:
-            self.forms = [integer_form(codec, by_channel=i == 0) for i, codec in enumerate(codecs)]
+            self.forms = [integer_form(codec, dims[i], by_channel=i == 0) for i, codec in enumerate(codecs)]
 
     def _scattered(self, plane: torch.Tensor) -> torch.Tensor:
         """`[B, H, n, *]` as an arena holds it, `[H, blocks, *]`, with free blocks of garbage between."""
@@ -79,19 +80,19 @@ class Case:
         if options.get("sinks") is not None:
             options["sinks"] = (options["sinks"][0].to(DEVICE), options["sinks"][1])
         planes = [plane.to(DEVICE) for plane in self.planes]
-        ids, query = self.block_ids.to(DEVICE), query.to(DEVICE, self.dtype)
-        result = triton_decode.attend_coded(query, self.forms, self.dims, planes, ids, self.group_length, **options)
+        ids, query = self.block_ids.numpy(), query.to(DEVICE, self.dtype)
+        result = triton_decode.attend_coded(query, self.forms, planes, ids, self.group_length, **options)
         return result.output.cpu(), result.logsumexp.cpu()
 
-    def expected(self, query, *, scaling=None, mask=None, sinks=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(self, query, *, scaling=None, mask=None, sinks=None, slot=0) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (state.repeat_interleave(query.shape[1] // state.shape[1], 1) for state in self.states)
         query = query.to(self.dtype).float()
         scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         if mask is not None:
-            mask = mask[..., : scores.shape[-1]]
+            mask = mask[..., slot : slot + scores.shape[-1]]
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         if sinks is not None:
-            slots = torch.arange(scores.shape[-1])
+            slots = slot + torch.arange(scores.shape[-1])
             hidden = (slots >= sinks[0][:, None]) & (slots < sinks[0][:, None] + sinks[1])
             scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
         return scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
@@ -148,7 +149,7 @@ def test_a_codebook_of_several_ranges_a_token():
     codes, scale = (p[:, case.block_ids].transpose(0, 1) for p in (case.planes[3], case.planes[4]))
     values = table[unpack(codes.unflatten(-1, (32, -1)), 4).int()].unflatten(-1, (2, 32))
     case.states[1] = (values * scale.float().unflatten(-1, (32, 2)).unsqueeze(-1)).flatten(-2).flatten(2, 3)
-    case.forms[1], case.planes = StoredForm(("codes", "scale"), "codes", 4, 32, table=table), case.planes[:5]
+    case.forms[1], case.planes = StoredForm(("codes", "scale"), "codes", 4, 64, 32, table=table), case.planes[:5]
     case.check(queries())
 
 
@@ -171,6 +172,11 @@ def test_sinks_are_left_out():
     case.check(queries(), sinks=(torch.tensor([0, 30]), 4))
     mask = (torch.arange(80) >= torch.tensor([0, 30])[:, None])[:, None, None]
     case.check(queries(), sinks=(torch.tensor([0, 30]), 4), mask=mask)
+
+
+def test_groups_before_may_have_been_dropped():
+    mask = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(1)) > 0.4
+    Case("int4", {"q_group_size": 16}).check(queries(), mask=mask, slot=96, sinks=(torch.tensor([3, 110]), 4))
 
 
 def test_a_row_that_sees_nothing():
