@@ -96,6 +96,7 @@ def test_equals_the_cache_without_a_window_while_it_holds_all(tiny_model, make_i
     assert torch.equal(
         run(model, cache, ids, chunks=chunks), run(model, make_cache(model, "int4", **OPTIONS), ids, chunks=chunks)
     )
+    assert cache.layers[0].stored_length == LENGTH
 
 
 def test_memory_stops_growing(tiny_model, make_ids, run):
@@ -149,9 +150,22 @@ def test_the_newest_token_can_always_be_taken_back_and_not_many(tiny_model, make
         assert cache.is_croppable
         cache.crop(-1)
         assert cache.get_seq_length() == length - 1
-    with pytest.raises(RuntimeError, match="CodedWindowLayer cannot take back 60 tokens: older ones"):
-        cache.crop(-60)
+    # 118 seen: groups are held from slot 64 on, and the window before slot 113 begins there.
+    assert cache.layers[0].coded.start == 4
+    assert [layer.can_crop(5) for layer in cache.layers] == [True, True]
+    with pytest.raises(RuntimeError, match="CodedWindowLayer cannot take back 6 tokens: older ones"):
+        cache.crop(-6)
     assert cache.get_seq_length() == 118
+
+
+def test_crop_commits_what_was_recorded(tiny_model, make_ids, run):
+    cache = make_cache(tiny_model("llama"), "sliding_window+int8", **WINDOWED)
+    run(tiny_model("llama"), cache, make_ids(1, 90))
+    cache.activate_past_recording()
+    run(tiny_model("llama"), cache, make_ids(1, 40, seed=1))
+    assert cache.layers[0].coded.length == 2  # slots 32 to 64, which the window before slot 90 reaches
+    cache.crop(0)
+    assert cache.layers[0].coded.length == 0  # the window before slot 130 begins at slot 81
 
 
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 33}, {}])
