@@ -39,6 +39,7 @@ def save_cache(cache: "KVCache", model: PreTrainedModel, path: str | os.PathLike
     specs = {}
     # Asked twice, for the header comes first: holding all states would be a second copy of those that are no views.
     for index, layer in layers.items():
+        _check_complete(layer)
         state = layer.state()
         header["layers"][index] = {"kind": type(layer).__name__, "numbers": state.numbers}
         specs |= {f"layers.{index}.{name}": TensorSpec.of(tensor) for name, tensor in state.tensors.items()}
@@ -83,6 +84,15 @@ def load_cache(
 
 def _storing_layers(cache: "KVCache") -> dict[int, KVLayer | StateLayer]:
     return {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, (KVLayer, StateLayer))}
+
+
+def _check_complete(layer: Any) -> None:
+    """Refuse a class that forks something of its own and says nothing of it in `state`: it would be lost."""
+    for cls in type(layer).__mro__:
+        if "state" in vars(cls):
+            return
+        if "fork" in vars(cls):
+            raise NotImplementedError(f"caches with layers of type {cls.__name__} cannot be saved in this version.")
 
 
 def _plain_options(cache: "KVCache") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, load_cache, make_cache, saving, tensor_file
+from hf_kvcache.block_layer import BlockLayer
 from hf_kvcache.states import StateLayer
 from hf_kvcache.tensor_file import TensorFile, TensorSpec, write_tensors
 
@@ -195,6 +196,18 @@ def test_options_that_are_objects_cannot_be_saved(path, tiny_model):
     with pytest.raises(NotImplementedError, match=r"a cache made with block_size=<object .* cannot be saved"):
         cache.save(path)
     assert not path.exists()
+
+
+def test_a_layer_that_does_not_say_all_it_holds_cannot_be_saved(path, tiny_model):
+    class Forgetful(BlockLayer):
+        def fork(self):
+            return super().fork()
+
+    model = tiny_model("llama")
+    cache = make_cache(model)
+    cache.layers[1] = Forgetful(cache.layers[1].context)
+    with pytest.raises(NotImplementedError, match="layers of type Forgetful cannot be saved"):
+        cache.save(path)
 
 
 # --- writing
