@@ -174,7 +174,7 @@ def test_int8_generates_what_the_exact_window_does(mode, tiny_model, make_ids):
     hf_kvcache.enable()
     arguments = {"max_new_tokens": 60, "do_sample": False} | mode
     window = {"sliding_window": WINDOW, "num_sink_tokens": SINKS}
-    expected = model.generate(ids, cache_implementation="sliding_window", cache_config=window, **arguments)
+    expected = model.generate(ids, **arguments, **{CACHE_ARG: make_cache(model, "sliding_window", **window)})
     got = model.generate(ids, cache_implementation="sliding_window+int8", cache_config=WINDOWED, **arguments)
     assert torch.equal(got, expected)
 
