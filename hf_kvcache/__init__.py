@@ -11,15 +11,27 @@ if TYPE_CHECKING:
     from .cache import KVCache, make_cache
     from .compat import CACHE_ARG, disable, enable, is_enabled
     from .report import MemoryReport, measure
+    from .saving import load_cache
 
 __version__ = "0.1.0"
 
-__all__ = ["CACHE_ARG", "KVCache", "MemoryReport", "disable", "enable", "is_enabled", "make_cache", "measure"]
+__all__ = [
+    "CACHE_ARG",
+    "KVCache",
+    "MemoryReport",
+    "disable",
+    "enable",
+    "is_enabled",
+    "load_cache",
+    "make_cache",
+    "measure",
+]
 
 _HOMES = {
     "cache": ("KVCache", "make_cache"),
     "compat": ("CACHE_ARG", "disable", "enable", "is_enabled"),
     "report": ("MemoryReport", "measure"),
+    "saving": ("load_cache",),
 }
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from . import compat
 from .layer import KVLayer, LayerContext
+from .layer_state import LayerState
 
 _NOT_CALLED = (
     "{name} runs the attention itself: use it in a transformers model with hf_kvcache.enable() in force, or store "
@@ -16,6 +17,10 @@ _NOT_CALLED = (
 _CALLED_TWICE = (
     "{name}: layer {index} was updated twice without an attention call between: this model does not run its attention "
     "through transformers' AttentionInterface. Use cache 'blocks'."
+)
+_IN_FORWARD = (
+    "{name}: layer {index} holds tokens that no attention call has taken yet: save the cache between forward passes, "
+    "and not after one that failed."
 )
 _FOREIGN_MASK = (
     "{name} cannot read the attention mask of attn_implementation={implementation!r}: load the model with "
@@ -62,6 +67,11 @@ class AttendingLayer(KVLayer):
 
     @abstractmethod
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
+
+    def state(self) -> LayerState:
+        if self._pending is not None:
+            raise RuntimeError(_IN_FORWARD.format(name=self.name, index=self.context.layer_idx))
+        return super().state()
 
     def reset(self) -> None:
         super().reset()

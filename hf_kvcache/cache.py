@@ -1,6 +1,8 @@
 """The cache of a whole model: built from its config, used by `generate()` and plain forward calls alike."""
 
 import contextlib
+import copy
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from . import compat
 from .block_layer import BlockLayer
 from .codecs import build_codecs
 from .coded_layer import CodedLayer
+from .coded_window import CodedWindowLayer
 from .compression import evicting_layers, reconstruct_and_evict, retrieval_scores
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
@@ -24,6 +27,7 @@ from .policies import build_policy
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
 from .rotary import Rotary, find_rotary
+from .saving import save_cache
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .states import HybridLayer, StateLayer
@@ -37,14 +41,14 @@ class KVCache(Cache):
     Args:
         layers: one layer for each layer of the model.
         recipe: the techniques and options the layers were built from.
-        model: what the layers were built for; not kept alive.
+        model: the model they serve; not kept alive by its cache.
     """
 
-    def __init__(self, layers: list, recipe: Recipe, model: weakref.ref):
+    def __init__(self, layers: list, recipe: Recipe, model: PreTrainedModel):
         compat.enable()
         super().__init__(layers=layers)
         self.recipe = recipe
-        self.model = model
+        self._model = weakref.ref(model)
 
     def __repr__(self) -> str:
         return f"KVCache({self.recipe.name!r}, {len(self.layers)} layers, {self.num_tokens_seen} tokens seen)"
@@ -117,7 +121,7 @@ class KVCache(Cache):
             return
         if input_ids is None:
             raise ValueError(f"{self.recipe.name!r} reads the prompt a second time: call compress(input_ids).")
-        reconstruct_and_evict(self.model(), self, input_ids)
+        reconstruct_and_evict(self._living_model(), self, input_ids)
 
     @contextlib.contextmanager
     def prompt(self, input_ids: torch.Tensor, end: int) -> Iterator[None]:
@@ -156,7 +160,25 @@ class KVCache(Cache):
     def fork(self) -> "KVCache":
         """A second cache over the same tokens: blocks are shared until one of the two writes them."""
         layers = [layer.fork() if layer in self._storing_layers else layer for layer in self.layers]
-        return KVCache(layers, self.recipe, self.model)
+        forked = copy.copy(self)
+        forked.layers = layers
+        return forked
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write everything this cache holds to a safetensors file, encoded tokens as they are, or nothing on an error.
+
+        `hf_kvcache.load_cache(model, path)` reads it. A past that was recorded for a rollback is kept and can be rolled
+        back after loading. Forks are saved each by itself; sequences of one cache go on sharing their blocks.
+
+        Raises:
+            RuntimeError: in the middle of a forward pass, or if the model does not exist any more.
+        """
+        save_cache(self, self._living_model(), path)
+
+    def _living_model(self) -> PreTrainedModel:
+        if (model := self._model()) is None:
+            raise RuntimeError("the model that this cache was built for does not exist any more: keep it.")
+        return model
 
     def to(self, device: torch.device | str) -> "KVCache":
         """Move every stored tensor to `device`, in place; returns the cache."""
@@ -209,7 +231,7 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
             takes_over=attention is not None and passes_straight_through(type(attention)),
         )
         layers.append(_build_layer(model, attention, context, kwargs, recipe, windowed=windowed, full=full))
-    return KVCache(layers, recipe, weakref.ref(model))
+    return KVCache(layers, recipe, model)
 
 
 _FULL = ("full_attention", "hybrid")
@@ -253,12 +275,12 @@ def _build_layer(
             f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
             "transformers' own cache for this model (leave cache_implementation out)."
         )
-    elif context.layer_idx in windowed:
-        layer = _build_window(model, attention, context, recipe.options)
     elif (retention := recipe.fills("retention")) is not None and retention.number == 9:
         layer = _build_evicting(model, attention, context, recipe, full)
     elif recipe.fills("encoding"):
-        layer = _build_coded(attention, context, recipe)
+        layer = _build_coded(attention, context, recipe, is_windowed=context.layer_idx in windowed)
+    elif context.layer_idx in windowed:
+        layer = _build_window(model, attention, context, recipe.options)
     else:
         layer = BlockLayer(context)
     return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
@@ -309,17 +331,19 @@ def _build_evicting(
     )
 
 
-def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:
+def _build_coded(attention: Any, context: LayerContext, recipe: Recipe, *, is_windowed: bool) -> CodedLayer:
     name = recipe.fills("encoding").name
     _check_takes_over(name, attention, context)
     key_codec, value_codec = build_codecs(name, recipe.options, attention.head_dim)
-    return CodedLayer(
-        context,
-        key_codec=key_codec,
-        value_codec=value_codec,
-        residual_length=recipe.options["residual_length"],
-        num_sink_tokens=recipe.options["num_sink_tokens"],
-    )
+    coding = {
+        "key_codec": key_codec,
+        "value_codec": value_codec,
+        "residual_length": recipe.options["residual_length"],
+        "num_sink_tokens": recipe.options["num_sink_tokens"],
+    }
+    if is_windowed:
+        return CodedWindowLayer(context, sliding_window=recipe.options["sliding_window"], **coding)
+    return CodedLayer(context, **coding)
 
 
 def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:

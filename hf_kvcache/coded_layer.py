@@ -15,10 +15,11 @@ from torch import nn
 
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
-from .blocks import Arena, BlockTable
+from .blocks import Arena, BlockTable, load_table, table_state
 from .codecs.base import Codec, FusedKeyCodec, FusedValueCodec, Shape
 from .kernels.compiled import CannotCompileError, is_usable
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .masks import join_masks, restrict_mask, visible
 from .sinks import Sinks
 
@@ -79,12 +80,12 @@ class CodedLayer(AttendingLayer):
 
     @property
     def coded_length(self) -> int:
-        """Tokens a row that are encoded."""
-        return 0 if self.coded is None else self.coded.length * self.group_length
+        """The slot where the exact tail begins: those before it are encoded."""
+        return 0 if self.coded is None else self.coded.stop * self.group_length
 
     @property
     def stored_length(self) -> int:
-        return self.coded_length + super().stored_length
+        return super().stored_length + (0 if self.coded is None else self.coded.length * self.group_length)
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -136,7 +137,7 @@ class CodedLayer(AttendingLayer):
         coded_length = self.coded_length
         self.read_bytes = sum(state.nbytes for state in tail)
         if not coded_length:
-            return base(module, query, *tail, mask, *args, **kwargs)
+            return base(module, query, *tail, self._own_mask(module, query, mask, 0, self.seen), *args, **kwargs)
         self.read_bytes += self.coded.length * self.coded.arena.block_bytes * self.batch_size + self.sinks.nbytes
         scaling = kwargs.get("scaling")
         if not can_merge(base, kwargs):
@@ -162,13 +163,17 @@ class CodedLayer(AttendingLayer):
             whole = own is None and self.sinks.end <= coded_length
             yield [Piece(*self.sinks.states, None if whole else restrict_mask(module, own, is_coded, query.dtype))]
         step = max(1, SLICE_LENGTH // size)
-        for start in range(0, self.coded.length, step):
-            stop = min(start + step, self.coded.length)
-            own = None if mask is None else mask[..., start * size : stop * size]
+        for start in range(self.coded.start, self.coded.stop, step):
+            stop = min(start + step, self.coded.stop)
+            own = self._own_mask(module, query, mask, start * size, stop * size)
             if start * size < self.sinks.end and self.num_sink_tokens:
                 own = restrict_mask(module, own, self._without_sinks(start * size, stop * size, query), query.dtype)
             yield [Piece(*self._decode(start, stop), own)]
-        yield [Piece(*tail, None if mask is None else mask[..., coded_length : self.seen])]
+        yield [Piece(*tail, self._own_mask(module, query, mask, coded_length, self.seen))]
+
+    def _own_mask(self, module, query, mask, start: int, stop: int) -> torch.Tensor | None:
+        """What the queries see of the slots `[start, stop)`."""
+        return None if mask is None else mask[..., start:stop]
 
     def _without_sinks(self, start: int, stop: int, query: torch.Tensor) -> torch.Tensor:
         slots = torch.arange(start, stop, device=self.device)
@@ -177,11 +182,12 @@ class CodedLayer(AttendingLayer):
         return allowed[:, None, None, :].expand(-1, 1, query.shape[2], -1)
 
     def _encoded(self, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        planes = [plane[:, :, start:stop] for plane in self.coded.materialize()]
+        first = self.coded.start
+        planes = [plane[:, :, start - first : stop - first] for plane in self.coded.materialize()]
         return planes[: self._num_key_planes], planes[self._num_key_planes :]
 
     def _decode(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Keys and values `[B, H, (stop - start) * group_length, D]` of some encoded groups."""
+        """Keys and values `[B, H, (stop - start) * group_length, D]` of the encoded groups `[start, stop)`."""
         encoded = self._encoded(start, stop)
         return [c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True)]
 
@@ -230,7 +236,9 @@ class CodedLayer(AttendingLayer):
     def _whole(self, index: int) -> torch.Tensor | None:
         if self.table is None:
             return None
-        return torch.cat([self._decode(0, self.coded.length)[index], self.table.materialize()[index]], dim=2)
+        return torch.cat(
+            [self._decode(self.coded.start, self.coded.stop)[index], self.table.materialize()[index]], dim=2
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -246,7 +254,7 @@ class CodedLayer(AttendingLayer):
             # Part of a group stays: it goes back to the tail as attention has seen it, decoded.
             groups, rest = divmod(left, self.group_length)
             kept = [state[:, :, :rest] for state in self._decode(groups, groups + 1)]
-            self.coded.crop(self.coded.length - groups)
+            self.coded.crop(self.coded.stop - groups)
             self.table.restart(left - rest)
             self.table.append(kept)
         self.seen = left
@@ -270,6 +278,20 @@ class CodedLayer(AttendingLayer):
         if self.table is not None:
             self.coded = self.coded.to(self.context.pool(device))
             self.sinks.to(device)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("coded", table_state(self.coded))
+            state.put("sinks", self.sinks.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            load_table(self.coded, state.part("coded"))
+            self.sinks.load_state(state.part("sinks"))
+            self._give_back_memory()
 
     def reset(self) -> None:
         super().reset()

@@ -1,5 +1,7 @@
 """What a layer keeps of its older tokens: up to three stores, of sinks, encoded tokens, and the newest exact ones."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -7,6 +9,7 @@ from .blocks import BlockPool
 from .codecs.exact import ExactCodec
 from .kept_attention import attend_kept
 from .kept_tokens import Codecs, KeptTokens, move_to_front
+from .layer_state import LayerState
 from .policies.base import Held
 
 _STORES = ("sinks", "older", "newest")  # in the order of their slots
@@ -106,13 +109,30 @@ class Kept:
             self.rows = renumbered
 
     def _take(self, pool: BlockPool, rows: np.ndarray) -> None:
-        self.stores = {name: store.take(pool, rows) for name, store in self.stores.items()}
+        taken = {name: store.take(pool, rows) for name, store in self.stores.items()}
+        # The rows that are left may have nothing in a store that others needed.
+        self.stores = {name: store for name, store in taken.items() if store.num_used_blocks}
 
     def fork(self) -> "Kept":
         """The same stores, which never change."""
         forked = Kept(self.codecs, self.num_sink_tokens)
         forked.stores, forked.rows = dict(self.stores), self.rows
         return forked
+
+    def state(self) -> LayerState:
+        """Every store, and which of its rows each sequence reads."""
+        state = LayerState({"rows": torch.tensor(self.rows, dtype=torch.int64)})
+        for name, store in self.stores.items():
+            state.put(name, store.state())
+        return state
+
+    def load_state(self, pool: BlockPool, like: Sequence[torch.Tensor], state: LayerState) -> None:
+        """Become what gave `state`; `like` are any keys and values of the layer, for their shapes."""
+        self.rows = state.tensors["rows"].numpy()
+        for name in _STORES:
+            if (part := state.part(name)).tensors:
+                codecs = self.codecs if self.codecs is not None and name == "older" else _EXACT
+                self.stores[name] = KeptTokens.from_state(pool, codecs, like, part)
 
     def to(self, pool: BlockPool) -> None:
         self.stores = {name: store.to(pool) for name, store in self.stores.items()}

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from .attending_layer import AttendingLayer
-from .attention import Piece, attend_packed, attend_piece, can_merge, merge
+from .attention import Piece, attend_merged, attend_packed, can_merge
 from .kept import Kept
 from .kept_attention import join_kept
 from .kept_tokens import Codecs
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .masks import first_visible
 from .policies.base import Held
 from .rotary import Rotary
@@ -93,11 +94,8 @@ class KeptLayer(AttendingLayer):
         if not is_mergeable or query.shape[2] >= _MANY_QUERIES:
             states, joined = join_kept(self.name, module, query, self.kept.padded(), tail, mask)
             return base(module, query, *states, joined, *args, **kwargs)
-        parts = [
-            *self.kept.attend(query, mask, self.scaling),
-            attend_piece(query, Piece(*tail, own), self.scaling),
-        ]
-        return merge(*zip(*parts, strict=True)), None
+        attended = self.kept.attend(query, mask, self.scaling)
+        return attend_merged(query, [[Piece(*tail, own)]], self.scaling, attended), None
 
     def held(self, tail: Sequence[torch.Tensor] | None = None) -> Held:
         """All tokens held: what is kept of older ones, then the newer ones. A copy if both are there."""
@@ -209,6 +207,22 @@ class KeptLayer(AttendingLayer):
         if self.table is not None:
             self.first_slot = self.first_slot.to(device)
             self.kept.to(self.context.pool(device))
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("kept", self.kept.state())
+            state.tensors["first_slot"] = self.first_slot
+            state.tensors["scaling"] = torch.tensor(self.scaling, dtype=torch.float64)
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            self.kept.load_state(self.context.pool(device), self.table.materialize(), state.part("kept"))
+            self.first_slot = state.tensors["first_slot"].to(device)
+            self.scaling = state.tensors["scaling"].item()
+            self._has_padding_only = bool((self.first_slot == _NO_TOKEN).any())
 
     def reset(self) -> None:
         super().reset()

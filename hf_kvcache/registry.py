@@ -298,11 +298,6 @@ TECHNIQUES: dict[str, Technique] = {
     )
 }
 
-# Roles, families or techniques that do not go together, and why.
-_CONFLICTS = {
-    ("encoding", 3): "a window holds its few tokens in full precision, so there is nothing to encode",
-}
-
 _NATIVE = "native: caches of models trained with it are held exactly"
 _LATER = "not in this version"
 
@@ -374,11 +369,6 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
                 f"{other.name!r} and {technique.name!r} do not compose: both decide the {technique.role}. Keep one."
             )
         roles[technique.role] = technique
-    for pair, reason in _CONFLICTS.items():
-        meant = [next((t for t in techniques if what in (t.role, t.number, t.name)), None) for what in pair]
-        if all(meant):
-            first, second = (technique.name for technique in meant)
-            raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 
@@ -400,6 +390,12 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
         raise ValueError(
             f"budget={given['budget']} leaves no room beside {least} sinks and recent tokens: give a larger budget, or "
             "a smaller num_sink_tokens or num_recent_tokens."
+        )
+    names = {t.role: t.name for t in techniques}
+    if given.get("positions") == "cache" and names.get("retention") == "sliding_window" and "encoding" in names:
+        raise ValueError(
+            f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
+            "Give positions='original', or use 'sliding_window' alone."
         )
     return {key: given.get(key, option.default) for key, option in known.items()}
 

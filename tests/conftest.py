@@ -1,12 +1,17 @@
 """Shared by all tests: tiny random models from configs, the two real ones, poisoned memory, transformers untouched."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
 import transformers as tf
 
 ROOT = Path(__file__).resolve().parents[1]

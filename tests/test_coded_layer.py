@@ -226,8 +226,8 @@ def test_bad_options_name_what_is_allowed(tiny_model):
         make_cache(model, "int4", key_bits=5)
     with pytest.raises(ValueError, match=r"q_group_size=64 does not divide the head dimension 16: choose from \[16\]"):
         make_cache(model, "int4")
-    with pytest.raises(ValueError, match="'int4' and 'sliding_window' do not compose: a window holds"):
-        make_cache(model, "int4+sliding_window")
+    with pytest.raises(ValueError, match="'int4' and 'int8' do not compose: both decide the encoding"):
+        make_cache(model, "int4+int8")
     with pytest.raises(ValueError, match=r"'nf4' needs a head dimension that 32 divides, not 16"):
         make_cache(model, "nf4")
     with pytest.raises(NotImplementedError, match="int4 cannot serve layer 0: DeepseekV3Attention changes"):

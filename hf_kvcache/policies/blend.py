@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..layer_state import LayerState
 from .base import Held, Observer, Policy, Queries
 from .selection import ranks
 
@@ -46,6 +47,16 @@ class Observers(Observer):
     def clear(self) -> None:
         for member in self._present:
             member.clear()
+
+    def state(self) -> LayerState:
+        state = LayerState()
+        for index, member in enumerate(self._present):
+            state.put(str(index), member.state())
+        return state
+
+    def load_state(self, state: LayerState) -> None:
+        for index, member in enumerate(self._present):
+            member.load_state(state.part(str(index)))
 
     @property
     def _present(self) -> list[Observer]:
