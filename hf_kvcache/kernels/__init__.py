@@ -1,1 +1,1 @@
-"""Products with packed tensors: compiled where a compiler is there, plain PyTorch a slice at a time elsewhere."""
+"""Attention of one new token on keys and values as they are stored: one C++ kernel, compiled at its first use."""
