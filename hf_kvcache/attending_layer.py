@@ -53,7 +53,7 @@ class AttendingLayer(KVLayer):
         self.seen += states[0].shape[2]
         return key_states, value_states
 
-    @torch.compiler.disable(recursive=False)  # kernels further down are compiled themselves
+    @torch.compiler.disable
     def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
         """Attention of the new tokens over what the layer keeps, in place of `base`, the model's own."""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):

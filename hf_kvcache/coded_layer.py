@@ -6,7 +6,6 @@ encoded. A decode step reads the stored form: dense keys and values of the whole
 Paper: Liu et al. 2024, KIVI, https://arxiv.org/abs/2402.02750.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,17 +15,15 @@ from torch import nn
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
 from .blocks import Arena, BlockTable, load_table, table_state
-from .codecs.base import Codec, FusedKeyCodec, FusedValueCodec, Shape
-from .kernels.compiled import CannotCompileError, is_usable
+from .codecs.base import Codec, Shape, StoredForm
+from .kernels import decode, native, triton_kernel
 from .layer import LayerContext, check_crop
 from .layer_state import LayerState
-from .masks import join_masks, restrict_mask, visible
+from .masks import join_masks, restrict_mask
 from .sinks import Sinks
 
-# Tokens decoded at a time where the stored form cannot be multiplied as it is.
+# Tokens decoded at a time where the kernel cannot read the stored form.
 SLICE_LENGTH = 2048
-# Below this many coded tokens a compiled kernel costs more than it saves.
-MIN_FUSED_LENGTH = 256
 
 
 class CodedLayer(AttendingLayer):
@@ -142,9 +139,13 @@ class CodedLayer(AttendingLayer):
         scaling = kwargs.get("scaling")
         if not can_merge(base, kwargs):
             return self._attend_dense(base, module, query, tail, mask, args, kwargs)
-        if query.shape[2] == 1 and self._can_fuse(coded_length):
-            with contextlib.suppress(CannotCompileError):
-                return self._attend_fused(query, tail, mask, scaling), None
+        forms = [codec.stored_form(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
+        if None not in forms and decode.can_serve(query, mask, [form.dim for form in forms]):
+            if native.library() is not None:
+                return self._attend_stored(forms, module, query, tail, mask, scaling), None
+            native.warn_of_no_library()
+        if None not in forms and (kernel := triton_kernel(query.device)) and kernel.can_serve(query, mask):
+            return self._attend_in_triton(kernel, forms, module, query, tail, mask, scaling), None
         return attend_merged(query, self._pieces(module, query, tail, mask), scaling), None
 
     def _attend_dense(self, base, module, query, tail, mask, args: tuple, kwargs: dict):
@@ -155,13 +156,9 @@ class CodedLayer(AttendingLayer):
         return base(module, query, keys, values, joined, *args, **kwargs)
 
     def _pieces(self, module, query, tail, mask) -> Iterator[list[Piece]]:
-        """Sinks, then the encoded tokens a slice at a time, then the tail; each row is in every group of pieces."""
-        coded_length, size = self.coded_length, self.group_length
-        if self.num_sink_tokens:
-            own = None if mask is None else self.sinks.own_mask(mask)
-            is_coded = (self.sinks.slots < coded_length)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-            whole = own is None and self.sinks.end <= coded_length
-            yield [Piece(*self.sinks.states, None if whole else restrict_mask(module, own, is_coded, query.dtype))]
+        """Sinks and tail, then the encoded tokens a slice at a time; each row is in every group of pieces."""
+        yield from self._exact_pieces(module, query, tail, mask)
+        size = self.group_length
         step = max(1, SLICE_LENGTH // size)
         for start in range(self.coded.start, self.coded.stop, step):
             stop = min(start + step, self.coded.stop)
@@ -169,6 +166,14 @@ class CodedLayer(AttendingLayer):
             if start * size < self.sinks.end and self.num_sink_tokens:
                 own = restrict_mask(module, own, self._without_sinks(start * size, stop * size, query), query.dtype)
             yield [Piece(*self._decode(start, stop), own)]
+
+    def _exact_pieces(self, module, query, tail, mask) -> Iterator[list[Piece]]:
+        coded_length = self.coded_length
+        if self.num_sink_tokens:
+            own = None if mask is None else self.sinks.own_mask(mask)
+            is_coded = (self.sinks.slots < coded_length)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+            whole = own is None and self.sinks.end <= coded_length
+            yield [Piece(*self.sinks.states, None if whole else restrict_mask(module, own, is_coded, query.dtype))]
         yield [Piece(*tail, self._own_mask(module, query, mask, coded_length, self.seen))]
 
     def _own_mask(self, module, query, mask, start: int, stop: int) -> torch.Tensor | None:
@@ -191,36 +196,38 @@ class CodedLayer(AttendingLayer):
         encoded = self._encoded(start, stop)
         return [c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True)]
 
-    def _can_fuse(self, coded_length: int) -> bool:
-        is_fused = isinstance(self.codecs[0], FusedKeyCodec) and isinstance(self.codecs[1], FusedValueCodec)
-        return is_fused and is_usable() and coded_length >= MIN_FUSED_LENGTH and self.sinks.end <= coded_length
-
-    def _attend_fused(self, query, tail, mask, scaling: float | None) -> torch.Tensor:
-        """One softmax over sinks, encoded groups and tail, with the encoded ones multiplied in their stored form."""
-        rows, heads, _, dim = query.shape
-        kv_heads, coded_length = self.shapes[0].num_heads, self.coded_length
-        packed = query.view(rows, kv_heads, -1, dim) * (dim**-0.5 if scaling is None else scaling)
-        keys, values = self._encoded(0, self.coded.length)
-        coded_scores = self.codecs[0].scores(packed, keys)
-        if mask is not None:
-            coded_scores.masked_fill_(~visible(mask[..., :coded_length]), float("-inf"))
+    def _attend_stored(self, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
+        """One softmax over encoded groups, tail and sinks, each read where and as it is stored."""
+        coded, coded_length, sinks = self.coded, self.coded_length, None
+        segments = [
+            decode.coded_segment(forms, coded.arena.planes, coded.block_ids, self.group_length, slot=self._coded_slot),
+            decode.dense_segment(tail, slot=coded_length),
+        ]
         if self.num_sink_tokens:
-            index = self.sinks.slots[:, None, None, :].expand(-1, *coded_scores.shape[1:3], -1)
-            coded_scores.scatter_(-1, index, float("-inf"))
-        scores = [coded_scores]
-        exact = [self.sinks.states, tail] if self.num_sink_tokens else [tail]
-        masks = (
-            [self.sinks.own_mask(mask), mask[..., coded_length : self.seen]][-len(exact) :] if mask is not None else []
+            sinks = (self.sinks.first_slot, self.num_sink_tokens)
+            segments.append(decode.dense_segment(self.sinks.states, first_slot=sinks[0], stop=coded_length))
+        mask = self._own_mask(module, query, mask, 0, self.seen)
+        return decode.attend(query, segments, scaling=scaling, mask=mask, sinks=sinks)
+
+    def _attend_in_triton(self, kernel, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
+        """The encoded groups by the kernel, sinks and tail as they are, merged."""
+        attended = kernel.attend_coded(
+            query,
+            forms,
+            self.coded.arena.planes,
+            self.coded.block_ids,
+            self.group_length,
+            slot=self._coded_slot,
+            scaling=scaling,
+            mask=self._own_mask(module, query, mask, 0, self.seen),
+            sinks=(self.sinks.first_slot, self.num_sink_tokens) if self.num_sink_tokens else None,
         )
-        for index, (key, _) in enumerate(exact):
-            product = torch.matmul(packed, key.transpose(-1, -2)).float()
-            scores.append(product.masked_fill_(~visible(masks[index]), float("-inf")) if masks else product)
-        lengths = [score.shape[-1] for score in scores]
-        weights = torch.cat(scores, dim=-1).softmax(dim=-1).split(lengths, dim=-1)
-        output = self.codecs[1].mix(weights[0], values)
-        for weight, (_, value) in zip(weights[1:], exact, strict=True):
-            output = output + torch.matmul(weight.to(value.dtype), value).float()
-        return output.to(query.dtype).view(rows, 1, heads, -1)
+        return attend_merged(query, self._exact_pieces(module, query, tail, mask), scaling, [attended])
+
+    @property
+    def _coded_slot(self) -> int:
+        """The slot of the first token that is encoded."""
+        return self.coded.start * self.group_length
 
     # --- contract
 

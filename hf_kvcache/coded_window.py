@@ -89,9 +89,6 @@ class CodedWindowLayer(CodedLayer):
         allowed = (slots <= queries) & ((slots > queries - self.sliding_window) | is_sink[:, None])  # [B, Tq, slots]
         return restrict_mask(module, own, allowed[:, None], query.dtype)
 
-    def _can_fuse(self, coded_length: int) -> bool:
-        return False  # the kernels read from slot 0 on
-
     # --- contract
 
     def can_crop(self, count: int) -> bool:

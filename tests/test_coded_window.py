@@ -16,13 +16,6 @@ WINDOWED = OPTIONS | {"sliding_window": WINDOW}
 LENGTH = 140
 
 
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch):
-    from hf_kvcache.kernels import compiled
-
-    monkeypatch.setattr(compiled, "_is_broken", True)
-
-
 @torch.no_grad()
 def run_masked(model, cache, ids, first, chunks, *, window=WINDOW, sinks=SINKS):
     """Logits of `ids` under the rule of the window written as a mask; `first` is each row's first real slot."""

@@ -2,8 +2,7 @@
 
 Stores `nbits + 16 / D` bits a value, and a mean key for each group of 128 tokens (1/8 bit a key value). A fixed random
 rotation makes all coordinates of any vector look normally distributed, so that one codebook serves every channel.
-Not calibrated to a model: works at once on any head dimension. Decoded a slice at a time in each step, which takes
-longer than the integers' products on the stored form: choose it for its fidelity a byte.
+Not calibrated to a model: works at once on any head dimension. Choose it for its fidelity a byte.
 Papers: Ashkboos et al. 2024, QuaRot, https://arxiv.org/abs/2404.00456; Zandieh et al. 2025, TurboQuant,
 https://arxiv.org/abs/2504.19874 (section 3.1).
 Differs from TurboQuant: the mean key is subtracted first, the scale is fitted by least squares instead of the norm, and
@@ -16,8 +15,8 @@ import math
 import torch
 
 from ..blocks.arena import Plane
-from .base import Codec, Shape
-from .packing import pack, unpack
+from .base import Codec, Shape, StoredForm
+from .packing import fill_table, pack, unpack
 
 GROUP_LENGTH = 128
 _SCALES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
@@ -38,12 +37,17 @@ def codebook(nbits: int) -> torch.Tensor:
 
 
 @functools.cache
+def _table(nbits: int) -> torch.Tensor:
+    return fill_table(codebook(nbits))
+
+
+@functools.cache
 def rotation(dim: int) -> torch.Tensor:
     """A fixed orthogonal `[dim, dim]` matrix: a Hadamard matrix with random signs, or a random one for other sizes."""
     generator = torch.Generator().manual_seed(0)
     if dim & (dim - 1):
         matrix, triangle = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
-        return (matrix * triangle.diagonal().sign()).float()
+        return (matrix * triangle.diagonal().sign()).float().contiguous()
     matrix = torch.ones(1, 1)
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -63,6 +67,17 @@ class _RotatedCodec(Codec):
         values = self.group_length * shape.dim
         codes = [Plane(shape.num_heads, values * width // 8, torch.uint8) for width in self.widths]
         return (*codes, Plane(shape.num_heads, self.group_length, torch.float16))
+
+    def stored_form(self, shape: Shape) -> StoredForm:
+        return StoredForm(
+            planes=(*("codes", "high")[: len(self.widths)], "scale"),
+            element="codes",
+            bits=self.nbits,
+            dim=shape.dim,
+            block=shape.dim,
+            table=_table(self.nbits),
+            rotation=rotation(shape.dim),
+        )
 
     def _pack(self, codes: torch.Tensor) -> list[torch.Tensor]:
         planes, shift = [], 0
@@ -109,6 +124,10 @@ class RotatedKeyCodec(_RotatedCodec):
 
     def planes(self, shape: Shape) -> tuple[Plane, ...]:
         return (*super().planes(shape), Plane(shape.num_heads, shape.dim, torch.float16))
+
+    def stored_form(self, shape: Shape) -> StoredForm:
+        form = super().stored_form(shape)
+        return form._replace(planes=(*form.planes, "mean"))
 
     def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
         grouped = states.float().unflatten(2, (-1, self.group_length))  # [B, H, n, G, D]

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from hf_kvcache.codecs.base import FusedKeyCodec, FusedValueCodec, Shape
+from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.bnb import BitsAndBytesCodec
 from hf_kvcache.codecs.fp8 import Fp8Codec
 from hf_kvcache.codecs.integer import KeyIntegerCodec, ValueIntegerCodec
 from hf_kvcache.codecs.packing import pack, unpack
 from hf_kvcache.codecs.rotated import RotatedKeyCodec, RotatedValueCodec, codebook, rotation
-from hf_kvcache.kernels import packed
 
 
 def _key(nbits, size=32, clip=False):
@@ -103,40 +102,6 @@ def test_integers_err_by_half_a_step_at_most(nbits, size, dim):
         # Scale and zero point are float16: each adds up to 2**-11 of its size.
         slack = states.abs().max() * 2**-9
         assert (decoded - states).abs().max() <= step / 2 + slack
-
-
-@pytest.mark.parametrize("dim", [16, 64, 256])
-@pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-def test_products_on_the_stored_form_equal_those_of_the_decoded(nbits, size, dim, plain_kernels):
-    if dim % size:
-        pytest.skip("the group does not divide the head dimension")
-    shape = Shape(3, dim, torch.float32)
-    states = torch.randn(2, 3, 4 * size, dim, generator=torch.Generator().manual_seed(2))
-    query = torch.randn(2, 3, 5, dim, generator=torch.Generator().manual_seed(3))
-    weights = torch.rand(2, 3, 5, 4 * size, generator=torch.Generator().manual_seed(4)).softmax(-1)
-    key_codec, value_codec = _key(nbits, size), _value(nbits, size, length=size)
-    assert isinstance(key_codec, FusedKeyCodec)
-    assert isinstance(value_codec, FusedValueCodec)
-    keys, values = key_codec.encode(states), value_codec.encode(states)
-    expected = query @ key_codec.decode(keys, shape).transpose(-1, -2)
-    torch.testing.assert_close(key_codec.scores(query, keys), expected, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(value_codec.mix(weights, values), weights @ value_codec.decode(values, shape))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own, on importing its compiler
-def test_compiled_products_equal_plain_ones():
-    states = torch.randn(1, 3, 256, 64, generator=torch.Generator().manual_seed(5))
-    query = torch.randn(1, 3, 3, 64, generator=torch.Generator().manual_seed(6))
-    key_codec, value_codec = _key(4, 64), _value(4, 64, length=64)
-    keys, values = key_codec.encode(states), value_codec.encode(states)
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
-    scores = key_codec.scores(query, keys)
-    torch.testing.assert_close(scores, query @ key_codec.decode(keys, SHAPE).mT, rtol=1e-4, atol=1e-3)
-    weights = scores.softmax(-1)
-    torch.testing.assert_close(value_codec.mix(weights, values), weights @ value_codec.decode(values, SHAPE))
 
 
 @pytest.mark.parametrize("nbits", [1, 2, 4, 8])

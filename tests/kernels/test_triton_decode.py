@@ -6,10 +6,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hf_kvcache import coded_layer, make_cache
 from hf_kvcache.codecs import build_codecs
 from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.packing import unpack
 from hf_kvcache.codecs.rotated import codebook, rotation
+from hf_kvcache.kernels import decode
 
 pytestmark = pytest.mark.core
 
@@ -217,3 +219,27 @@ def test_rows_share_their_blocks():
 def test_many_groups_and_extreme_scores():
     case = Case("int8", {"q_group_size": 16}, rows=1, groups=40)
     case.check(queries(rows=1) * 30, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["int4", "turboquant", "sliding_window+int4"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_layers_attend_in_triton_as_a_slice_at_a_time(
+    name, is_padded, tiny_model, make_ids, left_pad, run, monkeypatch
+):
+    model = tiny_model("llama", max_position_embeddings=512)
+    options = {"residual_length": 24} | ({"q_group_size": 16} if "int4" in name else {})
+    options |= {"sliding_window": 50} if "+" in name else {}
+    ids, mask = left_pad(make_ids(2, 203), [203, 120] if is_padded else [203, 203])
+    mask, model = mask if is_padded else None, model.to(DEVICE)
+
+    def run_one():
+        return run(model, make_cache(model, name, **options), ids.to(DEVICE), mask, chunks=[200, 1, 1, 1])
+
+    monkeypatch.setattr(decode, "can_serve", lambda *args: False)
+    expected, calls = run_one(), []
+    monkeypatch.setattr(triton_decode, "can_serve", lambda query, mask: query.shape[2] == 1)
+    attend = triton_decode.attend_coded
+    monkeypatch.setattr(triton_decode, "attend_coded", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    monkeypatch.setattr(coded_layer, "triton_kernel", lambda device: triton_decode)
+    torch.testing.assert_close(run_one(), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 6
