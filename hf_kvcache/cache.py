@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import compat
+from .attending_layer import check_takes_over
 from .block_layer import BlockLayer
-from .codecs import build_codecs
-from .coded_layer import CodedLayer
+from .encoding import Encoding
 from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .registry import Recipe, resolve
@@ -134,6 +134,8 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
     layer_types, layer_kwargs = compat.layer_types_and_kwargs(config)
     modules = attention_modules(model)
     windowed = _windowed_layers(recipe, layer_types)
+    full = [i for i, layer_type in enumerate(layer_types) if layer_type in _FULL]
+    encoding = Encoding(model, recipe, full) if recipe.fills("encoding") else None
     pools: dict = {}
     layers = []
     for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
@@ -146,7 +148,8 @@ def make_cache(model: PreTrainedModel, name: str = "blocks", **options: Any) -> 
             pools=pools,
             takes_over=attention is not None and passes_straight_through(type(attention)),
         )
-        layers.append(_build_layer(model, attention, context, kwargs, recipe, is_windowed=index in windowed))
+        chosen = {"is_windowed": index in windowed, "encoding": encoding}
+        layers.append(_build_layer(model, attention, context, kwargs, recipe, **chosen))
     return KVCache(layers, recipe)
 
 
@@ -169,7 +172,14 @@ def _windowed_layers(recipe: Recipe, layer_types: list[str]) -> set[int]:
 
 
 def _build_layer(
-    model: nn.Module, attention: Any, context: LayerContext, kwargs: dict, recipe: Recipe, *, is_windowed: bool
+    model: nn.Module,
+    attention: Any,
+    context: LayerContext,
+    kwargs: dict,
+    recipe: Recipe,
+    *,
+    is_windowed: bool,
+    encoding: Encoding | None,
 ) -> Any:
     layer_type = context.layer_type
     if layer_type == "dummy":
@@ -186,40 +196,28 @@ def _build_layer(
         )
     elif is_windowed:
         layer = _build_window(model, attention, context, recipe.options)
-    elif recipe.fills("encoding"):
-        layer = _build_coded(attention, context, recipe)
+    elif encoding is not None:
+        layer = encoding.build(attention, context)
     else:
         layer = BlockLayer(context)
     return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
 
 
+_CANNOT_TURN = (
+    "sliding_window with positions='cache' cannot turn this model's keys: {reason}. Use positions='original'."
+)
+
+
 def _build_window(model: nn.Module, attention: Any, context: LayerContext, options: dict[str, Any]) -> SinkWindowLayer:
-    _check_takes_over("sliding_window", attention, context)
-    rotary = find_rotary(model, attention, context.layer_type) if options["positions"] == "cache" else None
+    check_takes_over("sliding_window", attention, context)
+    rotary = (
+        find_rotary(model, attention, context.layer_type, refusal=_CANNOT_TURN)
+        if options["positions"] == "cache"
+        else None
+    )
     return SinkWindowLayer(
         context,
         sliding_window=options["sliding_window"],
         num_sink_tokens=options["num_sink_tokens"],
         rotary=rotary,
     )
-
-
-def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> CodedLayer:
-    name = recipe.fills("encoding").name
-    _check_takes_over(name, attention, context)
-    key_codec, value_codec = build_codecs(name, recipe.options, attention.head_dim)
-    return CodedLayer(
-        context,
-        key_codec=key_codec,
-        value_codec=value_codec,
-        residual_length=recipe.options["residual_length"],
-        num_sink_tokens=recipe.options["num_sink_tokens"],
-    )
-
-
-def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:
-    if not context.takes_over:
-        raise NotImplementedError(
-            f"{name} cannot serve layer {context.layer_idx}: {type(attention).__name__} changes the keys and values "
-            "that its cache returns. Use cache 'blocks', or choose other layers."
-        )

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 
@@ -79,6 +80,16 @@ def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
         return "one of " + ", ".join(map(str, allowed)) + (", or None" if optional else "")
 
     return check
+
+
+def _average_bits(value: Any) -> str | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if is_number and 0.25 <= value <= 8 else "a number from 0.25 to 8"
+
+
+def _calibration(value: Any) -> str | None:
+    is_one = value is None or isinstance(value, (str, PathLike)) or hasattr(value, "key_codec")
+    return None if is_one else "what hf_kvcache.calibrate returns, the path of a file it saved, or None"
 
 
 def _layer_list(value: Any) -> str | None:
@@ -158,6 +169,25 @@ TECHNIQUES: dict[str, Technique] = {
                 *_EXACT_TOKENS,
             ),
         ),
+        Technique(
+            "transform",
+            8,
+            "encoding",
+            "calibrated transform coding of keys, rotated values",
+            False,
+            (
+                Option("key_bits", "float", 2.5, "average bits of keys", _average_bits),
+                Option("value_bits", "int", 2, "bits of values", _bits(2, 3, 4)),
+                Option(
+                    "calibration",
+                    "Calibration | path | None",
+                    None,
+                    "what hf_kvcache.calibrate measured (None: measured once, on a text of ours)",
+                    _calibration,
+                ),
+                *_EXACT_TOKENS,
+            ),
+        ),
     )
 }
 
@@ -190,7 +220,7 @@ CATALOG: tuple[Family, ...] = (
         "KV quantization",
         "bytes a value",
         False,
-        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant"),
+        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant", "transform"),
         "available",
         "https://arxiv.org/abs/2402.02750",
     ),

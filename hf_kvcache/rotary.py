@@ -21,15 +21,16 @@ class Rotary:
         layer_type: passed to embeddings that keep one frequency table for each layer type.
 
     Raises:
-        NotImplementedError: if turning does not compose (frequencies that change with the sequence length).
+        NotComposableError: if turning does not compose (frequencies that change with the sequence length).
     """
 
     def __init__(self, embedding: nn.Module, apply: Callable, *, head_dim: int, layer_type: str | None = None):
         self.embedding = embedding
         self.apply = apply
         self.layer_type = layer_type
-        if "dynamic" in getattr(embedding, "rope_type", "") or getattr(embedding, "rope_type", "") == "longrope":
-            raise NotImplementedError(_REFUSAL.format(reason=f"rope_type={embedding.rope_type!r} changes with length"))
+        rope_type = _rope_type(embedding, layer_type)
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise NotComposableError(f"rope_type={rope_type!r} changes with length")
         self._check_composes(head_dim)
 
     def __deepcopy__(self, memo: dict) -> "Rotary":
@@ -56,21 +57,37 @@ class Rotary:
         position = torch.tensor([[11]], device=device)
         twice = self.turn(self.turn(states, position), position + 20)
         if not torch.allclose(twice, self.turn(states, 2 * position + 20), atol=1e-4):
-            raise NotImplementedError(_REFUSAL.format(reason="its rotations do not compose"))
+            raise NotComposableError("its rotations do not compose")
 
 
-_REFUSAL = "sliding_window with positions='cache' cannot turn this model's keys: {reason}. Use positions='original'."
+class NotComposableError(Exception):
+    """Why keys of a model cannot be turned to other positions."""
 
 
-def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str) -> Rotary:
+def _rope_type(embedding: nn.Module, layer_type: str | None) -> str:
+    rope_type = getattr(embedding, "rope_type", "")
+    return rope_type.get(layer_type, "") if isinstance(rope_type, dict) else rope_type
+
+
+def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str, *, refusal: str) -> Rotary:
     """The rotation that `attention`, an attention layer of `model`, applies to its keys.
 
+    Args:
+        refusal: the error's text, with `{reason}` in it.
+
     Raises:
-        NotImplementedError: if the model has no rotary embedding of the usual shape.
+        NotImplementedError: if the model has no rotary embedding of the usual shape, or one that does not compose.
     """
+    try:
+        return _find(model, attention, layer_type)
+    except NotComposableError as error:
+        raise NotImplementedError(refusal.format(reason=error)) from None
+
+
+def _find(model: nn.Module, attention: nn.Module, layer_type: str) -> Rotary:
     embedding = next((m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"), None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if embedding is None or apply is None:
-        raise NotImplementedError(_REFUSAL.format(reason="it has no rotary embedding of the usual shape"))
+        raise NotComposableError("it has no rotary embedding of the usual shape")
     takes_type = "layer_type" in inspect.signature(embedding.forward).parameters
     return Rotary(embedding, apply, head_dim=attention.head_dim, layer_type=layer_type if takes_type else None)

@@ -1,0 +1,83 @@
+"""The statistics of a model's keys, layer by layer, and the safetensors file that they are kept in."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..codecs.statistics import LayerStatistics
+from ..codecs.transform import TransformKeyCodec
+
+# Goes up when the meaning of a file changes.
+_FORMAT = "hf_kvcache.calibration.1"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Key statistics of each full-attention layer, by layer index, as `calibrate` measures them.
+
+    It fits every model with the same shapes; measured on a base model, it also serves its fine-tunes.
+
+    Attributes:
+        layers: statistics by layer index.
+        num_tokens: tokens that they were measured on.
+    """
+
+    layers: dict[int, LayerStatistics]
+    num_tokens: int
+    _codecs: dict[tuple[int, float], TransformKeyCodec] = field(default_factory=dict, repr=False, compare=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file: `2 + D` float32 numbers for each dimension of each head."""
+        tensors = {
+            f"{index}.{name}": tensor.contiguous()
+            for index, statistics in self.layers.items()
+            for name, tensor in statistics._asdict().items()
+        }
+        save_file(tensors, path, {"format": _FORMAT, "num_tokens": json.dumps(self.num_tokens)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Calibration":
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: if there is no such file, or it is not one of ours.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"calibration={str(path)!r} cannot be read ({error}). {_REMEDY}") from error
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"calibration={str(path)!r} is not a calibration of this version. {_REMEDY}")
+        indices = sorted({int(name.partition(".")[0]) for name in tensors})
+        layers = {
+            i: LayerStatistics(**{name: tensors[f"{i}.{name}"] for name in LayerStatistics._fields}) for i in indices
+        }
+        return cls(layers, num_tokens=json.loads(metadata["num_tokens"]))
+
+    def key_codec(self, index: int, key_bits: float, *, num_heads: int, dim: int) -> TransformKeyCodec:
+        """The codec of one layer's keys; made once for each `key_bits`, since it is the same for every cache.
+
+        Raises:
+            ValueError: if the model that was calibrated has no such layer, or another shape there.
+        """
+        statistics = self.layers.get(index)
+        if statistics is None:
+            raise ValueError(
+                f"the calibration is of another model: it has no layer {index} (it has {sorted(self.layers)}). {_REMEDY}"
+            )
+        if (shape := tuple(statistics.variance.shape)) != (num_heads, dim):
+            raise ValueError(
+                f"the calibration is of another model: layer {index} has {shape[0]} KV heads of {shape[1]} dimensions "
+                f"there and {num_heads} of {dim} here. {_REMEDY}"
+            )
+        if (index, key_bits) not in self._codecs:
+            self._codecs[index, key_bits] = TransformKeyCodec(statistics, key_bits)
+        return self._codecs[index, key_bits]
+
+
+_REMEDY = "Make one with hf_kvcache.calibrate(model, tokenizer).save(path)."

@@ -1,0 +1,68 @@
+"""From an encoding technique and its options to the coded layer of each full-attention layer of a model."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .attending_layer import check_takes_over
+from .codecs import build_codecs
+from .codecs.rotated import RotatedValueCodec
+from .coded_layer import CodedLayer
+from .layer import LayerContext
+from .registry import Recipe
+from .rotary import find_rotary
+
+_CANNOT_TURN = (
+    "transform cannot turn this model's keys: {reason}. Use cache 'turboquant', which codes them as they are."
+)
+
+
+class Encoding:
+    """How the full-attention layers of one model are encoded.
+
+    Args:
+        model: whose cache is built.
+        recipe: with a technique that fills the role "encoding".
+        layers: indices of the full-attention layers.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, layers: list[int]):
+        self.model = model
+        self.name = recipe.fills("encoding").name
+        self.options = recipe.options
+        self.layers = layers
+
+    def build(self, attention: Any, context: LayerContext) -> CodedLayer:
+        """The coded layer of one attention module.
+
+        Raises:
+            ValueError: if the options or the calibration do not fit the model.
+            NotImplementedError: if this attention cannot be served.
+        """
+        check_takes_over(self.name, attention, context)
+        exact = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
+        if self.name == "transform":
+            return self._build_transform(attention, context, exact)
+        key_codec, value_codec = build_codecs(self.name, self.options, attention.head_dim)
+        return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, **exact)
+
+    def _build_transform(self, attention: Any, context: LayerContext, exact: dict[str, int]) -> CodedLayer:
+        rotary = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
+        config = self.model.config.get_text_config(decoder=True)
+        key_codec = self.calibration.key_codec(
+            context.layer_idx, self.options["key_bits"], num_heads=config.num_key_value_heads, dim=attention.head_dim
+        )
+        value_codec = RotatedValueCodec(self.options["value_bits"])
+        return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, rotary=rotary, **exact)
+
+    @functools.cached_property
+    def calibration(self) -> Any:
+        # Calibrating builds a cache itself.
+        from .calibration import Calibration, default_calibration
+
+        given = self.options["calibration"]
+        if given is None:
+            return default_calibration(self.model)
+        return Calibration.load(given) if isinstance(given, (str, Path)) else given
