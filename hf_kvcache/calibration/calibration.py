@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..codecs.statistics import LayerStatistics
 from ..codecs.transform import TransformKeyCodec
@@ -48,7 +48,7 @@ class Calibration:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"calibration={str(path)!r} cannot be read ({error}). {_REMEDY}") from error
         if metadata.get("format") != _FORMAT:
@@ -68,7 +68,7 @@ class Calibration:
         statistics = self.layers.get(index)
         if statistics is None:
             raise ValueError(
-                f"the calibration is of another model: it has no layer {index} (it has {sorted(self.layers)}). {_REMEDY}"
+                f"the calibration is of another model: it has layers {sorted(self.layers)} and not {index}. {_REMEDY}"
             )
         if (shape := tuple(statistics.variance.shape)) != (num_heads, dim):
             raise ValueError(

@@ -36,6 +36,11 @@ class ObservedLayer(AttendingLayer):
     def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
         back = -torch.arange(query.shape[2], device=query.device)[None]
         plain = [self.rotary.turn(s.detach().float(), back)[0, :, NUM_SKIPPED:] for s in (query, states[0])]
+        if not all(bool(torch.isfinite(state).all()) for state in plain):
+            raise ValueError(
+                f"the keys or queries of layer {self.context.layer_idx} are not finite in {query.dtype}: load the model "
+                "in another dtype."
+            )
         self.statistics = measure_statistics(*plain, self.rotary)
         return base(module, query, *states, mask, *args, **kwargs)
 

@@ -86,7 +86,8 @@ class _RotatedCodec(Codec):
         """Codes (uint8) of each rotated vector, the best of a few scales to round at; least-squares and unbiased scale.
 
         With the least-squares scale the decoded vector is the shorter of the two by what rounding loses. With the
-        unbiased one its product with the original is that of the original with itself (Vargaftik et al. 2022, EDEN).
+        unbiased one its product with the original is that of the original with itself (Vargaftik et al.
+        2022, EDEN, https://arxiv.org/abs/2108.08842).
         """
         levels = codebook(self.nbits).to(rotated.device)
         edges = (levels[1:] + levels[:-1]) / 2

@@ -142,7 +142,7 @@ class TransformKeyCodec(Codec):
         codes, decoded = [], []
         for part, (nbits, _) in zip(scaled.split([n for _, n in self.segments], dim=1), self.segments, strict=True):
             levels = codebook(nbits).to(scaled.device)
-            index = torch.bucketize(part, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+            index = torch.bucketize(part.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
             codes.append(index.to(torch.uint8))
             decoded.append(levels[index])
         return torch.cat(codes, dim=1), torch.cat(decoded, dim=1)
