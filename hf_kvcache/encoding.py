@@ -9,6 +9,7 @@ from torch import nn
 from .attending_layer import check_takes_over
 from .codecs import build_codecs
 from .codecs.rotated import RotatedValueCodec
+from .codecs.transform import TransformKeyCodec
 from .coded_layer import CodedLayer
 from .layer import LayerContext
 from .registry import Recipe
@@ -50,15 +51,17 @@ class Encoding:
 
     def _build_transform(self, attention: Any, context: LayerContext, exact: dict[str, int]) -> CodedLayer:
         rotary = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
-        config = self.model.config.get_text_config(decoder=True)
-        key_codec = self.calibration.key_codec(
-            context.layer_idx, self.options["key_bits"], num_heads=config.num_key_value_heads, dim=attention.head_dim
-        )
+        key_codec = self._key_codecs(attention.head_dim)[context.layer_idx]
         value_codec = RotatedValueCodec(self.options["value_bits"])
         return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, rotary=rotary, **exact)
 
+    def _key_codecs(self, head_dim: int) -> dict[int, TransformKeyCodec]:
+        config = self.model.config.get_text_config(decoder=True)
+        self._calibration.check_fits(self.layers, config.num_key_value_heads, head_dim)
+        return self._calibration.key_codecs(self.options["key_bits"])
+
     @functools.cached_property
-    def calibration(self) -> Any:
+    def _calibration(self) -> Any:
         # Calibrating builds a cache itself.
         from .calibration import Calibration, default_calibration
 

@@ -88,7 +88,7 @@ def _average_bits(value: Any) -> str | None:
 
 
 def _calibration(value: Any) -> str | None:
-    is_one = value is None or isinstance(value, (str, PathLike)) or hasattr(value, "key_codec")
+    is_one = value is None or isinstance(value, (str, PathLike)) or hasattr(value, "key_codecs")
     return None if is_one else "what hf_kvcache.calibrate returns, the path of a file it saved, or None"
 
 

@@ -1,4 +1,4 @@
-"""The cache "transform": keys coded without their rotary embedding, at the positions of each row, in all of generate()."""
+"""The cache "transform": keys coded without their rotary embedding, by the positions of each row, in all uses."""
 
 import copy
 
@@ -249,7 +249,7 @@ def test_bad_options_name_what_is_allowed(fitted):
     for key_bits in (0, 9, True, "2", float("nan")):
         with pytest.raises(ValueError, match=r"key_bits=.* is not allowed .* a number from 0.25 to 8"):
             make_cache(model, "transform", key_bits=key_bits, **options)
-    with pytest.raises(ValueError, match="value_bits=1 is not allowed .* one of 2, 3, 4"):
+    with pytest.raises(ValueError, match=r"value_bits=1 is not allowed .* one of 2, 3, 4"):
         make_cache(model, "transform", value_bits=1, **options)
     with pytest.raises(ValueError, match="'transform' and 'sliding_window' do not compose"):
         make_cache(model, "transform+sliding_window", **options)

@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..codecs.statistics import LayerStatistics
-from ..codecs.transform import TransformKeyCodec
+from ..codecs.transform import TransformKeyCodec, allocate
 
 # Goes up when the meaning of a file changes.
 _FORMAT = "hf_kvcache.calibration.1"
@@ -27,10 +28,10 @@ class Calibration:
 
     layers: dict[int, LayerStatistics]
     num_tokens: int
-    _codecs: dict[tuple[int, float], TransformKeyCodec] = field(default_factory=dict, repr=False, compare=False)
+    _codecs: dict[float, dict[int, TransformKeyCodec]] = field(default_factory=dict, repr=False, compare=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file: `2 + D` float32 numbers for each dimension of each head."""
+        """Write a safetensors file: `D + 2` float32 numbers for each dimension of each head."""
         tensors = {
             f"{index}.{name}": tensor.contiguous()
             for index, statistics in self.layers.items()
@@ -59,25 +60,37 @@ class Calibration:
         }
         return cls(layers, num_tokens=json.loads(metadata["num_tokens"]))
 
-    def key_codec(self, index: int, key_bits: float, *, num_heads: int, dim: int) -> TransformKeyCodec:
-        """The codec of one layer's keys; made once for each `key_bits`, since it is the same for every cache.
+    def check_fits(self, layers: list[int], num_heads: int, dim: int) -> None:
+        """Refuse a model that is not of the shape of the one that was calibrated.
 
         Raises:
-            ValueError: if the model that was calibrated has no such layer, or another shape there.
+            ValueError: if its full-attention `layers`, KV heads or head dimension are others.
         """
-        statistics = self.layers.get(index)
-        if statistics is None:
+        if layers != sorted(self.layers):
             raise ValueError(
-                f"the calibration is of another model: it has layers {sorted(self.layers)} and not {index}. {_REMEDY}"
+                f"the calibration is of another model: it has the full-attention layers {sorted(self.layers)}, and "
+                f"this model {layers}. {_REMEDY}"
             )
-        if (shape := tuple(statistics.variance.shape)) != (num_heads, dim):
-            raise ValueError(
-                f"the calibration is of another model: layer {index} has {shape[0]} KV heads of {shape[1]} dimensions "
-                f"there and {num_heads} of {dim} here. {_REMEDY}"
-            )
-        if (index, key_bits) not in self._codecs:
-            self._codecs[index, key_bits] = TransformKeyCodec(statistics, key_bits)
-        return self._codecs[index, key_bits]
+        for index, statistics in self.layers.items():
+            if (shape := tuple(statistics.variance.shape)) != (num_heads, dim):
+                raise ValueError(
+                    f"the calibration is of another model: layer {index} has {shape[0]} KV heads of {shape[1]} "
+                    f"dimensions there and {num_heads} of {dim} here. {_REMEDY}"
+                )
+
+    def key_codecs(self, key_bits: float) -> dict[int, TransformKeyCodec]:
+        """The codec of each layer's keys, with `key_bits` bits a value on average over all layers.
+
+        Made once for each `key_bits`: codecs never change, and are the same for every cache.
+        """
+        if key_bits not in self._codecs:
+            weighted = torch.stack([s.variance * s.importance[:, None] for s in self.layers.values()])
+            bits = allocate(weighted, round(key_bits * weighted.numel()))
+            self._codecs[key_bits] = {
+                index: TransformKeyCodec(statistics, layer_bits)
+                for (index, statistics), layer_bits in zip(self.layers.items(), bits, strict=True)
+            }
+        return self._codecs[key_bits]
 
 
 _REMEDY = "Make one with hf_kvcache.calibrate(model, tokenizer).save(path)."

@@ -38,8 +38,8 @@ class ObservedLayer(AttendingLayer):
         plain = [self.rotary.turn(s.detach().float(), back)[0, :, NUM_SKIPPED:] for s in (query, states[0])]
         if not all(bool(torch.isfinite(state).all()) for state in plain):
             raise ValueError(
-                f"the keys or queries of layer {self.context.layer_idx} are not finite in {query.dtype}: load the model "
-                "in another dtype."
+                f"keys or queries of layer {self.context.layer_idx} are not finite in {query.dtype}: load the model in "
+                "another dtype."
             )
         self.statistics = measure_statistics(*plain, self.rotary)
         return base(module, query, *states, mask, *args, **kwargs)
@@ -64,7 +64,7 @@ def measure_statistics(queries: torch.Tensor, keys: torch.Tensor, rotary: Rotary
     variance, directions = variance.flip(-1), directions.flip(-1)
     variance = variance.clamp(min=variance[:, :1].clamp(min=1e-30) * _SMALLEST)
     basis = importance[..., None] * directions
-    return LayerStatistics(mean.float(), basis.float(), variance.float())
+    return LayerStatistics(mean.float(), basis.float(), variance.float(), importance=torch.ones(len(mean)))
 
 
 def _importance(queries: torch.Tensor, kv_heads: int, rotary: Rotary) -> torch.Tensor:

@@ -15,8 +15,11 @@ class LayerStatistics(NamedTuple):
         mean: mean key, `[H, D]`.
         basis: `[H, D, D]`, a column a coefficient, the largest variance first.
         variance: of each coefficient, `[H, D]`.
+        importance: of the squared error of a coefficient for the model's predictions, from layer to layer and head to
+            head, `[H]`.
     """
 
     mean: torch.Tensor
     basis: torch.Tensor
     variance: torch.Tensor
+    importance: torch.Tensor

@@ -74,15 +74,14 @@ class TransformKeyCodec(Codec):
 
     Args:
         statistics: of one layer's keys before their rotary embedding.
-        key_bits: average bits a value, without the scale. More than 0, at most 8.
+        bits: of each coefficient, `[H, D]` integers from 0 to 8; for coefficients of falling variance they fall.
     """
 
     group_length = GROUP_LENGTH
 
-    def __init__(self, statistics: LayerStatistics, key_bits: float):
-        heads, dim = statistics.variance.shape
-        self.total_bits = round(key_bits * heads * dim)
-        bits = allocate(statistics.variance, self.total_bits)
+    def __init__(self, statistics: LayerStatistics, bits: torch.Tensor):
+        dim = bits.shape[1]
+        self.total_bits = int(bits.sum())
         mixed = torch.stack([mixing(row) for row in bits])  # [H, D, D]
         spread = statistics.variance.double().sqrt()
         analysis = statistics.basis.double()

@@ -9,6 +9,7 @@ from hf_kvcache import CACHE_ARG, Calibration, calibrate, make_cache
 from hf_kvcache.calibration import default
 
 TOKENS = 200
+_DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.fixture
@@ -70,6 +71,45 @@ def test_the_mean_is_that_of_keys_without_rotation(rotated, tiny_model, make_ids
     torch.testing.assert_close(covariance, torch.diag_embed(statistics.variance), rtol=1e-3, atol=1e-6)
 
 
+@torch.no_grad()
+def test_importance_is_the_divergence_that_noise_makes(tiny_model, make_ids):
+    """The KL divergence of the predictions is half of importance times squared error, summed over coefficients."""
+    model, ids = tiny_model("llama").double(), make_ids(1, 400)
+    for layer in model.model.layers:  # values that matter, in a model whose weights are small and random
+        layer.self_attn.v_proj.weight *= 10
+        layer.self_attn.o_proj.weight *= 10
+    half, begin = 200, 250
+    full, divergences, expected = model(ids).logits[0, begin:].log_softmax(-1), [], []
+    for index, statistics in calibrate(model, ids).layers.items():
+        spread = statistics.variance.clamp(max=1e-2).sqrt()
+        for head in range(2):
+            noise = torch.randn(2, 400, 16, generator=torch.Generator().manual_seed(5)) * spread[:, None]
+            noise[1 - head] = 0
+            noise[:, :4] = noise[:, half:] = 0
+            handle = model.model.layers[index].self_attn.k_proj.register_forward_hook(
+                lambda _module, _inputs, keys, noise=noise, s=statistics: (
+                    keys + (noise @ torch.linalg.inv(s.basis)).transpose(0, 1).flatten(1).double()
+                )
+            )
+            got = model(ids).logits[0, begin:].log_softmax(-1)
+            handle.remove()
+            divergences.append((full.exp() * (full - got)).sum().item())
+            expected.append((statistics.importance[head] * spread[head].square().sum() / 2).item())
+    divergences, expected = torch.tensor(divergences), torch.tensor(expected)
+    # One draw of tokens and two of noise: within a factor of two, and right in the order of large differences.
+    ratio = divergences / expected
+    assert (ratio > 0.4).all()
+    assert (ratio < 2.5).all()
+
+
+def test_important_layers_get_more_bits(model, make_ids):
+    calibration = calibrate(model, make_ids(1, TOKENS))
+    skewed = {i: s._replace(importance=torch.full((2,), 100.0 if i else 1.0)) for i, s in calibration.layers.items()}
+    total = {i: codec.total_bits for i, codec in Calibration(skewed, num_tokens=TOKENS).key_codecs(2).items()}
+    assert sum(total.values()) == 2 * 2 * 32
+    assert total[1] > total[0] + 32
+
+
 def test_a_file_gives_back_what_was_saved(model, make_ids, tmp_path):
     saved = calibrate(model, make_ids(1, TOKENS))
     saved.save(tmp_path / "tiny.safetensors")
@@ -99,9 +139,9 @@ def test_files_of_other_models_and_other_files_are_refused(model, tiny_model, ma
     calibrate(model, make_ids(1, TOKENS)).save(path)
     with pytest.raises(ValueError, match=r"layer 0 has 2 KV heads of 16 dimensions there and 4 of 16 here"):
         make_cache(tiny_model("llama", num_key_value_heads=4), "transform", calibration=path)
-    with pytest.raises(ValueError, match=r"another model: it has layers \[0, 1\] and not 2"):
+    with pytest.raises(ValueError, match=r"the full-attention layers \[0, 1\], and this model \[0, 1, 2\]"):
         make_cache(tiny_model("llama", num_hidden_layers=3), "transform", calibration=path)
-    with pytest.raises(ValueError, match="calibration=3 is not allowed .* what hf_kvcache.calibrate returns"):
+    with pytest.raises(ValueError, match=r"calibration=3 is not allowed .* what hf_kvcache.calibrate returns"):
         make_cache(model, "transform", calibration=3)
 
 
@@ -119,7 +159,7 @@ def test_bad_texts_are_refused(model, make_ids):
 def test_keys_that_are_not_finite_are_refused(model, make_ids):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("inf")
-    with pytest.raises(ValueError, match="layer 1 are not finite in torch.float32: load"):
+    with pytest.raises(ValueError, match=r"layer 1 are not finite in torch\.float32: load"):
         calibrate(model, make_ids(1, 100))
 
 
@@ -141,7 +181,7 @@ def test_models_whose_keys_cannot_be_turned_are_refused_before_they_run(name, co
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     with pytest.raises(NotImplementedError, match=reason):
         calibrate(model, make_ids(1, 100))
-    with pytest.raises(NotImplementedError, match="turboquant|blocks"):
+    with pytest.raises(NotImplementedError, match=r"turboquant|blocks"):
         make_cache(model, "transform", calibration=Calibration({}, num_tokens=0))
 
 

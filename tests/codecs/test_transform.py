@@ -23,7 +23,9 @@ def statistics() -> LayerStatistics:
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(HEADS, DIM, DIM, generator=generator)).Q
     lengths = torch.rand(HEADS, DIM, 1, generator=generator) + 0.5  # some directions matter more than others
-    return LayerStatistics(torch.randn(HEADS, DIM, generator=generator), lengths * basis, _spectrum())
+    return LayerStatistics(
+        torch.randn(HEADS, DIM, generator=generator), lengths * basis, _spectrum(), importance=torch.ones(HEADS)
+    )
 
 
 @pytest.fixture
@@ -34,6 +36,10 @@ def keys(statistics) -> torch.Tensor:
     return coefficients @ torch.linalg.inv(statistics.basis) + statistics.mean[:, None]
 
 
+def _codec(statistics: LayerStatistics, key_bits: float) -> TransformKeyCodec:
+    return TransformKeyCodec(statistics, allocate(statistics.variance, round(key_bits * HEADS * DIM)))
+
+
 def _error(decoded, keys, statistics) -> float:
     """Mean over coefficients of their squared error."""
     return ((decoded - keys) @ statistics.basis).square().mean().item()
@@ -41,7 +47,7 @@ def _error(decoded, keys, statistics) -> float:
 
 @pytest.mark.parametrize("key_bits", [0.5, 1.5, 2, 2.3, 3, 5])
 def test_stores_the_bits_that_were_asked_for(key_bits, statistics, keys):
-    codec = TransformKeyCodec(statistics, key_bits)
+    codec = _codec(statistics, key_bits)
     encoded = codec.encode(keys)
     assert [(p.num_heads, p.dim, p.dtype) for p in codec.planes(SHAPE)] == [
         (e.shape[1], e.shape[-1], e.dtype) for e in encoded
@@ -53,7 +59,7 @@ def test_stores_the_bits_that_were_asked_for(key_bits, statistics, keys):
 
 @pytest.mark.parametrize("key_bits", [1, 2, 3, 4])
 def test_error_is_that_of_reverse_water_filling(key_bits, statistics, keys):
-    codec = TransformKeyCodec(statistics, key_bits)
+    codec = _codec(statistics, key_bits)
     got = _error(codec.decode(codec.encode(keys), SHAPE), keys, statistics)
     bits = allocate(statistics.variance, codec.total_bits)
     kept = torch.tensor([distortion(b) for b in bits.flatten().tolist()]).view(bits.shape)
@@ -102,7 +108,7 @@ def test_mixing_is_orthogonal_and_keeps_unequal_bits_apart():
 
 
 def test_groups_and_rows_are_independent(statistics, keys):
-    codec = TransformKeyCodec(statistics, 2.3)
+    codec = _codec(statistics, 2.3)
     encoded = codec.encode(keys)
     whole = codec.decode(encoded, SHAPE)
     assert torch.equal(codec.decode([e[1:, :, 1:3] for e in encoded], SHAPE), whole[1:, :, 128:384])
@@ -113,7 +119,7 @@ def test_groups_and_rows_are_independent(statistics, keys):
 def test_long_prompts_are_encoded_in_parts_with_the_same_bytes(statistics, monkeypatch, keys):
     from hf_kvcache.codecs import transform
 
-    codec = TransformKeyCodec(statistics, 2)
+    codec = _codec(statistics, 2)
     expected = codec.encode(keys)
     monkeypatch.setattr(transform, "_GROUPS_AT_A_TIME", 1)
     for part, whole in zip(codec.encode(keys), expected, strict=True):
@@ -122,7 +128,7 @@ def test_long_prompts_are_encoded_in_parts_with_the_same_bytes(statistics, monke
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e4])
 def test_keys_of_another_size_than_calibrated_come_back(scale, statistics, keys):
-    codec = TransformKeyCodec(statistics, 4)
+    codec = _codec(statistics, 4)
     scaled = (keys - statistics.mean[:, None]) * scale + statistics.mean[:, None]
     decoded = codec.decode(codec.encode(scaled), SHAPE)
     assert torch.isfinite(decoded).all()
@@ -135,5 +141,5 @@ def test_keys_of_another_size_than_calibrated_come_back(scale, statistics, keys)
 def test_a_direction_that_never_varies_is_harmless(statistics, keys):
     variance = statistics.variance.clone()
     variance[:, -8:] = 1e-12
-    codec = TransformKeyCodec(statistics._replace(variance=variance), 3)
+    codec = _codec(statistics._replace(variance=variance), 3)
     assert torch.isfinite(codec.decode(codec.encode(keys), SHAPE)).all()
