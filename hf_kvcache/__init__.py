@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import KVCache, make_cache
-    from .calibration import Calibration, calibrate
+    from .calibration import Calibration, calibrate, choose_bits
     from .compat import CACHE_ARG, disable, enable, is_enabled
     from .report import MemoryReport, measure
 
 __version__ = "0.1.0"
 
-__all__ = ["CACHE_ARG", "Calibration", "KVCache", "MemoryReport", "calibrate", "disable", "enable", "is_enabled"]
-__all__ += ["make_cache", "measure"]
+__all__ = ["CACHE_ARG", "Calibration", "KVCache", "MemoryReport", "calibrate", "choose_bits", "disable", "enable"]
+__all__ += ["is_enabled", "make_cache", "measure"]
 
 _HOMES = {
     "cache": ("KVCache", "make_cache"),
-    "calibration": ("Calibration", "calibrate"),
+    "calibration": ("Calibration", "calibrate", "choose_bits"),
     "compat": ("CACHE_ARG", "disable", "enable", "is_enabled"),
     "report": ("MemoryReport", "measure"),
 }

@@ -34,6 +34,12 @@ class Encoding:
         self.name = recipe.fills("encoding").name
         self.options = recipe.options
         self.layers = layers
+        self.bits = recipe.options.get("bits")
+        if isinstance(self.bits, (list, tuple)) and len(self.bits) != len(layers):
+            raise ValueError(
+                f"bits has {len(self.bits)} entries and this model has {len(layers)} full-attention layers ({layers}): "
+                "give one for each of them."
+            )
 
     def build(self, attention: Any, context: LayerContext) -> CodedLayer:
         """The coded layer of one attention module.
@@ -46,7 +52,8 @@ class Encoding:
         exact = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
         if self.name == "transform":
             return self._build_transform(attention, context, exact)
-        key_codec, value_codec = build_codecs(self.name, self.options, attention.head_dim)
+        options = self.options | self._bits_of(context.layer_idx)
+        key_codec, value_codec = build_codecs(self.name, options, attention.head_dim)
         return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, **exact)
 
     def _build_transform(self, attention: Any, context: LayerContext, exact: dict[str, int]) -> CodedLayer:
@@ -54,6 +61,17 @@ class Encoding:
         key_codec = self._key_codecs(attention.head_dim)[context.layer_idx]
         value_codec = RotatedValueCodec(self.options["value_bits"])
         return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, rotary=rotary, **exact)
+
+    def _bits_of(self, layer: int) -> dict[str, int]:
+        if self.bits is None:
+            return {}
+        if self.bits == "auto":
+            from .calibration import default_bits
+
+            self.bits = default_bits(self.model, self.name, self.options)
+        entry = self.bits[self.layers.index(layer)]
+        key_bits, value_bits = (entry, entry) if isinstance(entry, int) else entry
+        return {"key_bits": key_bits, "value_bits": value_bits}
 
     def _key_codecs(self, head_dim: int) -> dict[int, TransformKeyCodec]:
         config = self.model.config.get_text_config(decoder=True)

@@ -82,6 +82,45 @@ def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
     return check
 
 
+def _mixed_bits(*allowed: int) -> Callable[[Any], str | None]:
+    def is_width(value: Any) -> bool:
+        return type(value) is int and value in allowed
+
+    def is_entry(value: Any) -> bool:
+        return is_width(value) or (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_width, value)))
+
+    def check(value: Any) -> str | None:
+        if (
+            value is None
+            or value == "auto"
+            or (isinstance(value, (list, tuple)) and value and all(map(is_entry, value)))
+        ):
+            return None
+        widths = ", ".join(map(str, allowed))
+        return f"'auto', None, or a list with a width ({widths}) or a pair [key_bits, value_bits] for each layer"
+
+    return check
+
+
+def _mixed_options(*allowed: int) -> tuple[Option, ...]:
+    return (
+        Option(
+            "bits",
+            "list | 'auto' | None",
+            None,
+            "bits of each full-attention layer, or 'auto': where they lower the error most",
+            _mixed_bits(*allowed),
+        ),
+        Option(
+            "bits_per_value",
+            "float | None",
+            None,
+            "for bits='auto': bits a value to spend, all overhead included",
+            lambda value: None if value is None else _average_bits(value),
+        ),
+    )
+
+
 def _average_bits(value: Any) -> str | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return None if is_number and 0.25 <= value <= 8 else "a number from 0.25 to 8"
@@ -118,6 +157,7 @@ def _integer_technique(nbits: int) -> Technique:
             "q_group_size", "int", 64, "elements that share a scale; divides the head dimension", _bits(16, 32, 64, 128)
         ),
         Option("clip_search", "bool", nbits == 2, "shrink a range where that lowers the squared error", _bool),
+        *_mixed_options(2, 4, 8),
         *_EXACT_TOKENS,
     )
     return Technique(f"int{nbits}", 8, "encoding", f"KIVI integers of {nbits} bits", False, options)
@@ -166,6 +206,7 @@ TECHNIQUES: dict[str, Technique] = {
             (
                 Option("key_bits", "int", 3, "bits of keys", _bits(2, 3, 4)),
                 Option("value_bits", "int", 3, "bits of values", _bits(2, 3, 4)),
+                *_mixed_options(2, 3, 4),
                 *_EXACT_TOKENS,
             ),
         ),
@@ -276,7 +317,16 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
+    _check_mixed_bits(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
+
+
+def _check_mixed_bits(given: dict[str, Any]) -> None:
+    if (given.get("bits") == "auto") != (given.get("bits_per_value") is not None):
+        raise ValueError("bits='auto' and bits_per_value=... belong together: give both, or neither.")
+    uniform = [key for key in ("key_bits", "value_bits") if given.get(key) is not None]
+    if given.get("bits") is not None and uniform:
+        raise ValueError(f"bits and {uniform[0]} both say how many bits a layer has: give one of them.")
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -52,11 +52,11 @@ def calibrate(model: PreTrainedModel, tokenizer_or_ids: Any, *, text: str | None
             not finite.
         NotImplementedError: if the model's keys cannot be turned back to before their rotary embedding.
     """
-    ids = _token_ids(tokenizer_or_ids, text).to(model.device)
+    ids = token_ids(tokenizer_or_ids, text).to(model.device)
     if model.training:
         raise ValueError("the model is in training mode, where its keys are not those it generates with: model.eval().")
     rotaries = _rotaries(model)
-    cache, observed = _cache_with(model, lambda context: ObservedLayer(context, rotaries[context.layer_idx]))
+    cache, observed = cache_with(model, lambda context: ObservedLayer(context, rotaries[context.layer_idx]))
     # The decoder alone: logits of a whole text would take gigabytes.
     model.base_model(input_ids=ids, use_cache=True, **{compat.CACHE_ARG: cache})
     layers = {index: layer.statistics for index, layer in observed.items()}
@@ -72,7 +72,7 @@ def _measure_importance(
 
     Only keys of the first half are disturbed, and only queries some way after them count: near keys stay exact.
     """
-    cache, probed = _cache_with(model, ProbedLayer)
+    cache, probed = cache_with(model, ProbedLayer)
     half = ids.shape[1] // 2
     begin = half + ids.shape[1] // 8
     gradients = backward(model, ids, cache, list(probed.values()), begin)
@@ -83,7 +83,8 @@ def _measure_importance(
     }
 
 
-def _token_ids(tokenizer_or_ids: Any, text: str | None) -> torch.Tensor:
+def token_ids(tokenizer_or_ids: Any, text: str | None) -> torch.Tensor:
+    """Token ids `[1, T]`, at most 2,048: those given, or of a text, by default of the library's own."""
     if isinstance(tokenizer_or_ids, torch.Tensor):
         if text is not None:
             raise ValueError("token ids and a text were both given: give one of them.")
@@ -113,7 +114,7 @@ def _rotaries(model: PreTrainedModel) -> dict[int, Rotary]:
     return rotaries
 
 
-def _cache_with(
+def cache_with(
     model: PreTrainedModel, build: Callable[[LayerContext], AttendingLayer]
 ) -> tuple[KVCache, dict[int, Any]]:
     """A cache whose full-attention layers measure instead of storing, and those layers by index."""

@@ -45,9 +45,9 @@ class ProbedLayer(AttendingLayer):
     def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
         output, *rest = base(module, query, *states, mask, *args, **kwargs)
         self.probe = torch.zeros_like(output, requires_grad=True)
-        self.keys_seen, values, fixed = states[0].detach(), states[1].detach(), query.detach()
+        self.states, fixed = [state.detach() for state in states], query.detach()
         self.output = output.detach()
-        self.attend_with = lambda keys: base(module, fixed, keys, values, mask, *args, **kwargs)[0].detach()
+        self.attend_with = lambda states: base(module, fixed, *states, mask, *args, **kwargs)[0].detach()
         return (output + self.probe, *rest)
 
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -80,12 +80,16 @@ class ProbedLayer(AttendingLayer):
         for _ in range(_NUM_DRAWS):
             drawn = torch.randn(len(spread), slots.shape[1], spread.shape[1], generator=generator)
             noise = (drawn * spread[:, None]) @ synthesis
-            keys = self.keys_seen.clone()
+            keys = self.states[0].clone()
             keys[:, :, old] += rotary.turn(noise[None].to(keys.device), slots).to(keys.dtype)
-            change = (self.attend_with(keys) - self.output)[0, begin:].float() * gradient[0, begin:].float()
-            effect = change.sum(-1).unflatten(1, (len(spread), -1)).sum(-1)  # [T, H]
-            total += effect.square().sum(0).double().cpu()
+            effect = self.effect([keys, self.states[1]], gradient, begin)  # [T, Hq]
+            total += effect.unflatten(1, (len(spread), -1)).sum(-1).square().sum(0).double().cpu()
         return (total / _NUM_DRAWS / spread.square().sum(-1)).float()
+
+    def effect(self, states: list[torch.Tensor], gradient: torch.Tensor, begin: int) -> torch.Tensor:
+        """How much other keys and values move each query head's output along the gradient, `[T, Hq]`."""
+        change = (self.attend_with(states) - self.output)[0, begin:].float()
+        return (change * gradient[0, begin:].float()).sum(-1)
 
 
 def backward(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache, layers: list[ProbedLayer], begin: int) -> list:

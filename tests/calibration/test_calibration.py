@@ -219,7 +219,7 @@ def test_without_a_tokenizer_the_error_names_the_remedy(name, model, own_home, m
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(model, own_home, monkeypatch, caplog):
-    monkeypatch.setattr(default, "_find_tokenizer", lambda model: _Tokenizer())
+    monkeypatch.setattr(default, "_find_tokenizer", lambda *_: _Tokenizer())
     (own_home / "calibrations").write_text("a file where the folder should be")
     make_cache(model, "transform")
     assert "could not be kept" in caplog.text
