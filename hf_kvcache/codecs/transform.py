@@ -29,8 +29,9 @@ MAX_BITS = 8
 _GROUPS_AT_A_TIME = 16
 # A token's scale is a power of two with this many steps an octave, in one byte around 2**0.
 _STEPS_PER_OCTAVE, _MIDDLE = 8, 128
-# Steps from a token's root mean square that are tried as its scale.
-_STEPS = (-3, -2, -1, 0, 1, 2, 3)
+# Steps from a token's root mean square that are tried as its scale, and then those next to the best. Larger ones serve
+# tokens with one huge coefficient, which would be clipped.
+_COARSE_STEPS, _FINE_STEPS = (-3, 0, 3, 6, 10), (-1, 1)
 
 
 @functools.cache
@@ -119,22 +120,28 @@ class TransformKeyCodec(Codec):
         power = torch.zeros_like(states[..., 0], dtype=torch.float32).index_add_(1, self.head_of, rows.square())
         spread = (power / self.num_coded[:, None]).sqrt().clamp(2.0**-12, 2.0**12)
         start = (spread.log2() * _STEPS_PER_OCTAVE).round()  # [B, H, T]
-        weight = self.weight[self.order, None]
-        best_error = None
-        for step in _STEPS:
-            scale = torch.exp2((start + step) / _STEPS_PER_OCTAVE)[:, self.head_of]  # [B, C, T]
-            codes, decoded = self._round(rows / scale)
-            squares = (decoded * scale - rows).square_() * weight
-            error = torch.zeros_like(power).index_add_(1, self.head_of, squares)
-            if best_error is None:
-                best_codes, best_step, best_error = codes, torch.full_like(power, step), error
-                continue
-            is_better = error < best_error
-            best_codes = torch.where(is_better[:, self.head_of], codes, best_codes)
-            best_step = torch.where(is_better, step, best_step)
-            best_error = torch.minimum(error, best_error)
-        scales = (start + best_step + _MIDDLE).to(torch.uint8).unflatten(2, (-1, self.group_length))
-        return [self._pack(best_codes), scales]
+        best = self._try(rows, start, torch.full_like(start, _COARSE_STEPS[0]))
+        for step in _COARSE_STEPS[1:]:
+            best = self._better(best, self._try(rows, start, torch.full_like(start, step)))
+        coarse = best[1]
+        for step in _FINE_STEPS:
+            best = self._better(best, self._try(rows, start, coarse + step))
+        codes, step, _ = best
+        scales = (start + step + _MIDDLE).to(torch.uint8).unflatten(2, (-1, self.group_length))
+        return [self._pack(codes), scales]
+
+    def _try(self, rows: torch.Tensor, start: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Codes `[B, C, T]` at the scale `start + step` `[B, H, T]`, that step, and the weighted error `[B, H, T]`."""
+        scale = torch.exp2((start + step) / _STEPS_PER_OCTAVE)[:, self.head_of]  # [B, C, T]
+        codes, decoded = self._round(rows / scale)
+        squares = (decoded * scale - rows).square_() * self.weight[self.order, None]
+        return codes, step, torch.zeros_like(start).index_add_(1, self.head_of, squares)
+
+    def _better(self, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Of each token and head, the one with the smaller error."""
+        is_better = other[2] < one[2]
+        codes = torch.where(is_better[:, self.head_of], other[0], one[0])
+        return codes, torch.where(is_better, other[1], one[1]), torch.minimum(one[2], other[2])
 
     def _round(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The nearest codes (uint8) of `[B, C, T]` coefficients, and the levels they stand for."""
