@@ -1,7 +1,6 @@
 """From an encoding technique and its options to the coded layer of each full-attention layer of a model."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -66,7 +65,7 @@ class Encoding:
         if self.bits is None:
             return {}
         if self.bits == "auto":
-            from .calibration import default_bits
+            from .calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
         entry = self.bits[self.layers.index(layer)]
@@ -75,15 +74,15 @@ class Encoding:
 
     def _key_codecs(self, head_dim: int) -> dict[int, TransformKeyCodec]:
         config = self.model.config.get_text_config(decoder=True)
-        self._calibration.check_fits(self.layers, config.num_key_value_heads, head_dim)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._calibration.check_fits(self.layers, heads, head_dim)
         return self._calibration.key_codecs(self.options["key_bits"])
 
     @functools.cached_property
     def _calibration(self) -> Any:
-        # Calibrating builds a cache itself.
-        from .calibration import Calibration, default_calibration
+        from .calibration import Calibration, default_calibration  # which builds a cache itself
 
         given = self.options["calibration"]
         if given is None:
             return default_calibration(self.model)
-        return Calibration.load(given) if isinstance(given, (str, Path)) else given
+        return given if isinstance(given, Calibration) else Calibration.load(given)

@@ -3,8 +3,9 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
+
+from .bit_options import average_bits, check_together, is_calibration, mixed_bits, optional_average_bits
 
 
 @dataclass(frozen=True)
@@ -82,26 +83,6 @@ def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
     return check
 
 
-def _mixed_bits(*allowed: int) -> Callable[[Any], str | None]:
-    def is_width(value: Any) -> bool:
-        return type(value) is int and value in allowed
-
-    def is_entry(value: Any) -> bool:
-        return is_width(value) or (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_width, value)))
-
-    def check(value: Any) -> str | None:
-        if (
-            value is None
-            or value == "auto"
-            or (isinstance(value, (list, tuple)) and value and all(map(is_entry, value)))
-        ):
-            return None
-        widths = ", ".join(map(str, allowed))
-        return f"'auto', None, or a list with a width ({widths}) or a pair [key_bits, value_bits] for each layer"
-
-    return check
-
-
 def _mixed_options(*allowed: int) -> tuple[Option, ...]:
     return (
         Option(
@@ -109,26 +90,16 @@ def _mixed_options(*allowed: int) -> tuple[Option, ...]:
             "list | 'auto' | None",
             None,
             "bits of each full-attention layer, or 'auto': where they lower the error most",
-            _mixed_bits(*allowed),
+            mixed_bits(*allowed),
         ),
         Option(
             "bits_per_value",
             "float | None",
             None,
             "for bits='auto': bits a value to spend, all overhead included",
-            lambda value: None if value is None else _average_bits(value),
+            optional_average_bits,
         ),
     )
-
-
-def _average_bits(value: Any) -> str | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return None if is_number and 0.25 <= value <= 8 else "a number from 0.25 to 8"
-
-
-def _calibration(value: Any) -> str | None:
-    is_one = value is None or isinstance(value, (str, PathLike)) or hasattr(value, "key_codecs")
-    return None if is_one else "what hf_kvcache.calibrate returns, the path of a file it saved, or None"
 
 
 def _layer_list(value: Any) -> str | None:
@@ -217,14 +188,14 @@ TECHNIQUES: dict[str, Technique] = {
             "calibrated transform coding of keys, rotated values",
             False,
             (
-                Option("key_bits", "float", 2.5, "average bits of keys", _average_bits),
+                Option("key_bits", "float", 2.5, "average bits of keys", average_bits),
                 Option("value_bits", "int", 2, "bits of values", _bits(2, 3, 4)),
                 Option(
                     "calibration",
                     "Calibration | path | None",
                     None,
                     "what hf_kvcache.calibrate measured (None: measured once, on a text of ours)",
-                    _calibration,
+                    is_calibration,
                 ),
                 *_EXACT_TOKENS,
             ),
@@ -317,16 +288,8 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
-    _check_mixed_bits(given)
+    check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
-
-
-def _check_mixed_bits(given: dict[str, Any]) -> None:
-    if (given.get("bits") == "auto") != (given.get("bits_per_value") is not None):
-        raise ValueError("bits='auto' and bits_per_value=... belong together: give both, or neither.")
-    uniform = [key for key in ("key_bits", "value_bits") if given.get(key) is not None]
-    if given.get("bits") is not None and uniform:
-        raise ValueError(f"bits and {uniform[0]} both say how many bits a layer has: give one of them.")
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -30,6 +30,9 @@ class Calibration:
     num_tokens: int
     _codecs: dict[float, dict[int, TransformKeyCodec]] = field(default_factory=dict, repr=False, compare=False)
 
+    def __deepcopy__(self, memo: dict) -> "Calibration":
+        return self  # never changes; `generate()` copies its config, and what is in it
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file: `D + 2` float32 numbers for each dimension of each head."""
         tensors = {

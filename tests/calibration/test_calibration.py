@@ -1,5 +1,7 @@
 """Calibration: what is measured, the file it is kept in, the default, and every refusal."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -124,6 +126,12 @@ def test_a_file_gives_back_what_was_saved(model, make_ids, tmp_path):
 def test_the_librarys_text_is_used_by_default(model):
     assert calibrate(model, _Tokenizer()).num_tokens == 2048
     assert calibrate(model, _Tokenizer(), text="word " * 40).num_tokens == 200
+
+
+def test_codecs_are_made_once_whatever_generate_copies(model, make_ids):
+    calibration = calibrate(model, make_ids(1, TOKENS))
+    caches = [make_cache(model, "transform", calibration=c) for c in (calibration, copy.deepcopy(calibration))]
+    assert caches[0].layers[0].codecs[0] is caches[1].layers[0].codecs[0]
 
 
 def test_files_of_other_models_and_other_files_are_refused(model, tiny_model, make_ids, tmp_path):
