@@ -16,6 +16,7 @@ that a group of tokens has a fixed size and is read in place.
 import functools
 
 import torch
+from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
@@ -98,6 +99,8 @@ class TransformKeyCodec(Codec):
         self.order = order
         self.segments = [(b, int((flat == b).sum())) for b in flat.unique().flip(0).tolist() if b]
         self.head_of = order // dim
+        # Where each coefficient is stored, those without bits past the end.
+        self.place = torch.full((flat.numel(),), len(order)).index_copy(0, order, torch.arange(len(order)))
         self.num_coded = (bits > 0).sum(-1).clamp(min=1).float()  # [H]
 
     def __deepcopy__(self, memo: dict) -> "TransformKeyCodec":
@@ -178,17 +181,19 @@ class TransformKeyCodec(Codec):
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed, scales = encoded
         self._move_to(packed.device)
-        levels = self._unpack(packed.squeeze(1))
-        rows = levels.new_zeros(*levels.shape[:2], shape.num_heads * shape.dim, self.group_length)
-        rows[:, :, self.order] = levels
-        coefficients = rows.unflatten(2, (shape.num_heads, -1)).permute(0, 2, 1, 4, 3)  # [B, H, n, G, D]
-        scale = torch.exp2((scales.float() - _MIDDLE) / _STEPS_PER_OCTAVE).unsqueeze(-1)
-        states = (coefficients @ self.synthesis[:, None]) * scale
+        levels = self._unpack(packed.squeeze(1))  # [B, n, C, G]
+        batch, groups = levels.shape[:2]
+        # Coefficients without bits are zero: the row after the last.
+        rows = nn.functional.pad(levels, (0, 0, 0, 1)).index_select(2, self.place)
+        flat = rows.unflatten(2, (shape.num_heads, -1)).permute(2, 0, 1, 4, 3).reshape(shape.num_heads, -1, shape.dim)
+        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, self.group_length, shape.dim)
+        scale = torch.exp2((scales.float() - _MIDDLE) / _STEPS_PER_OCTAVE).unsqueeze(-1)  # [B, H, n, G, 1]
+        states = states.transpose(0, 1) * scale
         return (states.flatten(2, 3) + self.mean).to(shape.dtype)
 
     def _move_to(self, device: torch.device) -> None:
         if self.mean.device != device:
-            for name in ("mean", "analysis", "synthesis", "weight", "order", "head_of", "num_coded"):
+            for name in ("mean", "analysis", "synthesis", "weight", "order", "head_of", "place", "num_coded"):
                 setattr(self, name, getattr(self, name).to(device))
 
 
