@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     error: float
 
 
+@torch.inference_mode(False)  # a backward pass is not possible in it
 @torch.no_grad()
 def choose_bits(
     model: PreTrainedModel,

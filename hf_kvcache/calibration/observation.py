@@ -37,6 +37,7 @@ def default_text() -> str:
     return resources.files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
 
 
+@torch.inference_mode(False)  # a backward pass is not possible in it
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, tokenizer_or_ids: Any, *, text: str | None = None) -> Calibration:
     """Measure what the cache `"transform"` needs to know of a model: two forward passes and one backward pass.
@@ -95,7 +96,7 @@ def token_ids(tokenizer_or_ids: Any, text: str | None) -> torch.Tensor:
         ids = tokenizer_or_ids(default_text() if text is None else text, return_tensors="pt").input_ids
     if ids.shape[1] < MIN_TOKENS:
         raise ValueError(f"the text has {ids.shape[1]} tokens: give at least {MIN_TOKENS}, better 2,000.")
-    return ids[:, :MAX_TOKENS]
+    return ids[:, :MAX_TOKENS].clone()  # also out of inference mode
 
 
 def _part(layer: Any) -> Any:

@@ -98,10 +98,9 @@ def backward(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache, layers: 
     # Logits of a whole text would take gigabytes.
     can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": ids.shape[1] - begin} if can_keep else {}
-    with torch.inference_mode(False), torch.enable_grad(), _gradients_may_be_cut():
-        logits = model(input_ids=ids, use_cache=True, **{compat.CACHE_ARG: cache}, **keep).logits[
-            0, begin - ids.shape[1] :
-        ]
+    with torch.enable_grad(), _gradients_may_be_cut():
+        output = model(input_ids=ids, use_cache=True, **{compat.CACHE_ARG: cache}, **keep)
+        logits = output.logits[0, begin - ids.shape[1] :]
         drawn = torch.multinomial(logits.detach().float().softmax(-1).cpu(), 1, generator=generator)
         loss = nn.functional.cross_entropy(logits.float(), drawn[:, 0].to(logits.device), reduction="sum")
         return list(torch.autograd.grad(loss, [layer.probe for layer in layers]))

@@ -233,6 +233,14 @@ def test_a_folder_that_cannot_be_written_is_no_error(model, own_home, monkeypatc
     assert "could not be kept" in caplog.text
 
 
+def test_calibrating_in_inference_mode_measures_the_same(model, make_ids):
+    expected = calibrate(model, make_ids(1, 100))
+    with torch.inference_mode():
+        got = calibrate(model, make_ids(1, 100))
+    for index, statistics in expected.layers.items():
+        assert all(torch.equal(*pair) for pair in zip(statistics, got.layers[index], strict=True))
+
+
 def test_calibrating_leaves_the_model_and_its_rng_alone(model, make_ids):
     state = torch.random.get_rng_state()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -240,4 +248,5 @@ def test_calibrating_leaves_the_model_and_its_rng_alone(model, make_ids):
     make_cache(model, "transform", calibration=calibration)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
     assert hf_kvcache.is_enabled(), "make_cache enables; calibrating must not disable"
