@@ -137,6 +137,21 @@ def test_coarse_keys_are_coded_where_they_vary_least(fitted, make_ids, left_pad,
     assert errors[0] < 0.9 * errors[1]
 
 
+def test_a_large_key_bias_costs_nothing(tiny_model, make_ids, run):
+    """Qwen2's k_proj bias is the same for all tokens before the rotation, so it is part of the mean."""
+    errors = []
+    for bias in (0.0, 60.0):
+        model, ids = tiny_model("qwen2", max_position_embeddings=1024), make_ids(2, LENGTH)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.bias[::7] += bias
+        cache = make_cache(model, "transform", **EXACT, key_bits=3, calibration=calibrate(model, make_ids(1, 600, 9)))
+        full = DynamicCache(config=model.config)
+        run(model, cache, ids)
+        run(model, full, ids)
+        errors.append((cache.layers[0].keys - full.layers[0].keys)[:, :, 4:256].norm().item())
+    assert errors[1] < 1.3 * errors[0]
+
+
 def test_equals_the_full_cache_while_nothing_is_encoded(fitted, make_ids):
     model, options = fitted("llama")
     ids = make_ids(2, 60)
