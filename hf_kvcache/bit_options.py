@@ -6,20 +6,27 @@ from typing import Any
 
 
 def mixed_bits(*allowed: int) -> Callable[[Any], str | None]:
-    """Check of `bits`: a width or a pair of widths for each layer, of those `allowed`, or "auto"."""
+    """Check of `bits`: for each layer a width, or one for keys and one for values, each of them for each head; or auto."""
 
     def is_width(value: Any) -> bool:
         return type(value) is int and value in allowed
 
+    def is_part(value: Any) -> bool:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_width, value))
+        return is_width(value) or is_list
+
     def is_entry(value: Any) -> bool:
-        return is_width(value) or (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_width, value)))
+        return is_width(value) or (isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_part, value)))
 
     def check(value: Any) -> str | None:
         is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(map(is_entry, value))
         if value is None or value == "auto" or is_list:
             return None
         widths = ", ".join(map(str, allowed))
-        return f"'auto', None, or a list with a width ({widths}) or a pair [key_bits, value_bits] for each layer"
+        return (
+            f"'auto', None, or a list with a width ({widths}) or a pair [key_bits, value_bits] for each layer, each of "
+            "which may be a list with a width for each KV head"
+        )
 
     return check
 

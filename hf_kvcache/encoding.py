@@ -1,12 +1,14 @@
 """From an encoding technique and its options to the coded layer of each full-attention layer of a model."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from .attending_layer import check_takes_over
-from .codecs import build_codecs
+from .codecs import Codec, build_codecs
+from .codecs.headwise import HeadwiseCodec
 from .codecs.rotated import RotatedValueCodec
 from .codecs.transform import TransformKeyCodec
 from .coded_layer import CodedLayer
@@ -51,8 +53,7 @@ class Encoding:
         exact = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
         if self.name == "transform":
             return self._build_transform(attention, context, exact)
-        options = self.options | self._bits_of(context.layer_idx)
-        key_codec, value_codec = build_codecs(self.name, options, attention.head_dim)
+        key_codec, value_codec = self._codecs(context.layer_idx, attention.head_dim)
         return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, **exact)
 
     def _build_transform(self, attention: Any, context: LayerContext, exact: dict[str, int]) -> CodedLayer:
@@ -61,21 +62,37 @@ class Encoding:
         value_codec = RotatedValueCodec(self.options["value_bits"])
         return CodedLayer(context, key_codec=key_codec, value_codec=value_codec, rotary=rotary, **exact)
 
-    def _bits_of(self, layer: int) -> dict[str, int]:
+    def _codecs(self, layer: int, head_dim: int) -> Sequence[Codec]:
         if self.bits is None:
-            return {}
+            return build_codecs(self.name, self.options, head_dim)
         if self.bits == "auto":
             from .calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
         entry = self.bits[self.layers.index(layer)]
-        key_bits, value_bits = (entry, entry) if isinstance(entry, int) else entry
-        return {"key_bits": key_bits, "value_bits": value_bits}
+        widths = (entry, entry) if isinstance(entry, int) else entry
+        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(widths)]
+
+    def _codec(self, kind: int, width: int | Sequence[int], layer: int, head_dim: int) -> Codec:
+        """The codec of the keys (`kind` 0) or values (1) of a layer, whose heads may have widths of their own."""
+        heads = [width] if isinstance(width, int) else width
+        if not isinstance(width, int) and len(width) != self._num_heads:
+            raise ValueError(
+                f"bits of layer {layer} has {len(width)} widths for {self._num_heads} KV heads: give one for each."
+            )
+        known = {}
+        for nbits in set(heads):
+            options = self.options | {"key_bits": nbits, "value_bits": nbits}
+            known[nbits] = build_codecs(self.name, options, head_dim)[kind]
+        return known[heads[0]] if len(known) == 1 else HeadwiseCodec([known[nbits] for nbits in heads])
+
+    @property
+    def _num_heads(self) -> int:
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
     def _key_codecs(self, head_dim: int) -> dict[int, TransformKeyCodec]:
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._calibration.check_fits(self.layers, heads, head_dim)
+        self._calibration.check_fits(self.layers, self._num_heads, head_dim)
         return self._calibration.key_codecs(self.options["key_bits"])
 
     @functools.cached_property

@@ -7,6 +7,7 @@ Papers: Amari 1998 (Fisher information); Hooper et al. 2024, KVQuant, https://ar
 Differs from KVQuant: the information says which layers need bits, not which values.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ def choose_bits(
     name: str,
     *,
     bits_per_value: float,
+    per_head: bool = False,
     text: str | None = None,
     **options: Any,
-) -> list[tuple[int, int]]:
+) -> list[tuple]:
     """What `bits="auto"` uses: `(key_bits, value_bits)` of each full-attention layer, to be given as `bits=`.
 
     Args:
@@ -46,6 +48,8 @@ def choose_bits(
         tokenizer_or_ids: the model's tokenizer, or token ids `[1, T]`. At most 1,024 tokens are used.
         name: "int8", "int4", "int2" (which all choose from 2, 4 and 8 bits) or "turboquant" (2, 3, 4).
         bits_per_value: to spend on average, scales and all overhead included.
+        per_head: whether each KV head gets widths of its own; then `key_bits` and `value_bits` are lists. Closer at the
+            same bytes, but such layers are decoded a slice at a time in each step.
         text: what to tokenize; by default a text of many kinds that comes with the library.
         options: the technique's other options, such as `q_group_size`.
 
@@ -59,33 +63,43 @@ def choose_bits(
     half = ids.shape[1] // 2
     begin = half + ids.shape[1] // 8
     gradients = backward(model, ids, cache, list(probed.values()), begin)
-    choices = []
+    entries = []
     for layer, gradient in zip(probed.values(), gradients, strict=True):
         dim = layer.states[0].shape[-1]
         pairs = {w: build_codecs(name, recipe.options | {"key_bits": w, "value_bits": w}, dim) for w in widths}
         for kind in (0, 1):
-            choices.append([_measure(layer, gradient, kind, w, pairs[w][kind], half, begin) for w in widths])
-    chosen = spend(choices, bits_per_value)
-    return list(zip(chosen[::2], chosen[1::2], strict=True))
+            measured = [_measure(layer, gradient, kind, w, pairs[w][kind], half, begin, per_head) for w in widths]
+            entries.append(list(zip(*measured, strict=True)))  # for each head, or for all at once, a choice a width
+    chosen = iter(spend([options for entry in entries for options in entry], bits_per_value))
+    bits = [[next(chosen) for _ in entry] for entry in entries]
+    parts = bits if per_head else [entry[0] for entry in bits]
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _measure(
-    layer: ProbedLayer, gradient: torch.Tensor, kind: int, nbits: int, codec: Codec, half: int, begin: int
-) -> Choice:
-    """The error of `codec` on the keys (`kind` 0) or values (1) of the first half of the text."""
+    layer: ProbedLayer,
+    gradient: torch.Tensor,
+    kind: int,
+    nbits: int,
+    codec: Codec,
+    half: int,
+    begin: int,
+    per_head: bool,
+) -> list[Choice]:
+    """The error of `codec` on the keys (`kind` 0) or values (1) of the first half of the text: one, or one a head."""
     states = list(layer.states)
     shape = Shape(states[kind].shape[1], states[kind].shape[-1], states[kind].dtype)
     stop = max(1, half // codec.group_length) * codec.group_length
     exact = states[kind][:, :, :stop]
     states[kind] = states[kind].clone()
     states[kind][:, :, NUM_SKIPPED:stop] = codec.decode(codec.encode(exact), shape)[:, :, NUM_SKIPPED:]
-    effect = layer.effect(states, gradient, begin).sum(-1)
+    effect = layer.effect(states, gradient, begin).unflatten(1, (shape.num_heads if per_head else 1, -1)).sum(-1)
     stored = sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in codec.planes(shape))
     cost = 8 * stored / (codec.group_length * shape.num_heads * shape.dim)
-    return Choice(nbits, cost, effect.square().sum().item())
+    return [Choice(nbits, cost, error) for error in effect.square().sum(0).tolist()]
 
 
-def spend(choices: list[list[Choice]], bits_per_value: float) -> list[int]:
+def spend(choices: Sequence[Sequence[Choice]], bits_per_value: float) -> list[int]:
     """One width for each entry of `choices`, of `bits_per_value` on average at most.
 
     Raises:

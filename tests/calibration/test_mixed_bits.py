@@ -32,6 +32,40 @@ def test_each_layer_has_the_bits_that_the_list_says(name, options, model, make_i
     assert cache.report().marginal_bits_per_value == pytest.approx(sum(layers) / 3)
 
 
+@pytest.mark.core
+def test_each_head_has_the_bits_that_its_list_says(model, make_ids, run):
+    """A head decodes to what it would in a cache that has its width everywhere."""
+    ids = make_ids(2, 200)
+    mixed = make_cache(model, "int4", bits=[[[2, 8], [8, 4]], [4, 4], [[4, 4], 2]], residual_length=0, **SMALL)
+    assert mixed.layers[2].codecs[0].nbits == 4, "equal widths are one codec"
+    run(model, mixed, ids, chunks=[199, 1])
+    for key_bits, value_bits, head in ((2, 8, 0), (8, 4, 1)):
+        same = make_cache(model, "int4", key_bits=key_bits, value_bits=value_bits, residual_length=0, **SMALL)
+        run(model, same, ids)
+        for got, expected in (
+            (mixed.layers[0].keys, same.layers[0].keys),
+            (mixed.layers[0].values, same.layers[0].values),
+        ):
+            torch.testing.assert_close(got[:, head, :192], expected[:, head, :192])
+    assert mixed.layers[0].marginal_bits == (2 + 8 + 8 + 4) / 4 + 2
+    forked = mixed.fork()
+    more = make_ids(2, 20, seed=1)
+    torch.testing.assert_close(run(model, forked, more), run(model, mixed, more))
+    with pytest.raises(ValueError, match="bits of layer 1 has 3 widths for 2 KV heads: give one for each"):
+        make_cache(model, "int4", bits=[4, [[4, 4, 4], 4], 4], **SMALL)
+
+
+def test_heads_that_predictions_do_not_depend_on_get_the_fewest_bits(model, make_ids):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, :32] *= 1e-4  # both query heads of the first KV head
+    bits = choose_bits(model, make_ids(1, 400), "int4", bits_per_value=6, per_head=True, **SMALL)
+    assert [part[0] for part in bits[1]] == [2, 2]
+    assert max(part[1] for part in bits[1]) > 2
+    report = make_cache(model, "int4", bits=bits, **SMALL)
+    assert sum(sum(part) for pair in bits for part in pair) / 12 + 2 <= 6
+    assert len(report.layers) == 3
+
+
 def test_only_full_attention_layers_are_counted(tiny_model):
     assert _widths(make_cache(tiny_model("gemma3"), "int4", bits=[8], **SMALL)) == [(8, 8)]
     with pytest.raises(ValueError, match=r"bits has 2 entries and this model has 1 full-attention layers \(\[1\]\)"):
@@ -43,6 +77,7 @@ def test_only_full_attention_layers_are_counted(tiny_model):
     [
         ({"bits": [3, 4, 4]}, r"bits=\[3, 4, 4\] is not allowed .* with a width \(2, 4, 8\) or a pair"),
         ({"bits": [[4, 4, 4]]}, "a pair"),
+        ({"bits": [[[4, 3], 4]]}, "a width for each KV head"),
         ({"bits": []}, "a pair"),
         ({"bits": 4}, "a pair"),
         ({"bits": "best"}, "a pair"),
