@@ -6,7 +6,7 @@ from typing import Any
 
 
 def mixed_bits(*allowed: int) -> Callable[[Any], str | None]:
-    """Check of `bits`: for each layer a width, or one for keys and one for values, or lists of them for heads; or auto."""
+    """Check of `bits`: for each layer a width, or one for keys and one for values, or lists for its heads; or auto."""
 
     def is_width(value: Any) -> bool:
         return type(value) is int and value in allowed
