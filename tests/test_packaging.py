@@ -41,7 +41,8 @@ def test_every_package_has_an_init():
 def test_data_files_exist(setup_cfg):
     for package, patterns in setup_cfg["options.package_data"].items():
         for pattern in patterns.split(","):
-            assert list((ROOT / package.replace(".", "/")).glob(pattern.strip())), f"{pattern} matches nothing in {package}"
+            folder = ROOT / package.replace(".", "/")
+            assert list(folder.glob(pattern.strip())), f"{pattern} matches nothing in {package}"
 
 
 def test_patches_is_importable_under_its_name_only():
