@@ -8,7 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import KVCache, make_cache
+    from .build import make_cache
+    from .cache import KVCache
+    from .calibration import Calibration, calibrate, choose_bits
     from .compat import CACHE_ARG, disable, enable, is_enabled
     from .report import MemoryReport, measure
     from .saving import load_cache
@@ -17,8 +19,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CACHE_ARG",
+    "Calibration",
     "KVCache",
     "MemoryReport",
+    "calibrate",
+    "choose_bits",
     "disable",
     "enable",
     "is_enabled",
@@ -28,7 +33,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cache": ("KVCache", "make_cache"),
+    "build": ("make_cache",),
+    "cache": ("KVCache",),
+    "calibration": ("Calibration", "calibrate", "choose_bits"),
     "compat": ("CACHE_ARG", "disable", "enable", "is_enabled"),
     "report": ("MemoryReport", "measure"),
     "saving": ("load_cache",),

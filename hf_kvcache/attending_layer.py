@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,3 +77,16 @@ class AttendingLayer(KVLayer):
     def reset(self) -> None:
         super().reset()
         self._pending = None
+
+
+def check_takes_over(name: str, attention: Any, context: LayerContext) -> None:
+    """Refuse, for a technique called `name`, a layer that could not attend itself.
+
+    Raises:
+        NotImplementedError: if the attention module does not hand on what its cache returns.
+    """
+    if not context.takes_over:
+        raise NotImplementedError(
+            f"{name} cannot serve layer {context.layer_idx}: {type(attention).__name__} changes the keys and values "
+            "that its cache returns. Use cache 'blocks', or choose other layers."
+        )

@@ -20,6 +20,7 @@ from .kernels import decode, native, triton_kernel
 from .layer import LayerContext, check_crop
 from .layer_state import LayerState
 from .masks import join_masks, restrict_mask
+from .rotary import Rotary
 from .sinks import Sinks
 
 # Tokens decoded at a time where the kernel cannot read the stored form.
@@ -38,6 +39,7 @@ class CodedLayer(AttendingLayer):
         value_codec: encodes values, in groups of as many tokens.
         residual_length: newest tokens that stay exact. Tokens, at least 0.
         num_sink_tokens: first real tokens of each row that stay exact. Tokens, at least 0.
+        rotary: given for a key codec of keys as they were before their rotary embedding.
     """
 
     name = "a quantized cache"
@@ -50,6 +52,7 @@ class CodedLayer(AttendingLayer):
         value_codec: Codec,
         residual_length: int,
         num_sink_tokens: int,
+        rotary: Rotary | None = None,
     ):
         super().__init__(context)
         assert key_codec.group_length == value_codec.group_length, "keys and values are encoded together"
@@ -57,6 +60,7 @@ class CodedLayer(AttendingLayer):
         self.group_length = key_codec.group_length
         self.residual_length = residual_length
         self.num_sink_tokens = num_sink_tokens
+        self.rotary = rotary
         self._clear()
 
     def _clear(self) -> None:
@@ -127,6 +131,7 @@ class CodedLayer(AttendingLayer):
         if groups:
             states = [state[:, :, : groups * self.group_length] for state in tail]
             states = self.sinks.covered(states, self.coded_length)
+            states[0] = self._turn(states[0], self.coded_length, -1)
             encoded = [codec.encode(state) for codec, state in zip(self.codecs, states, strict=True)]
             self.coded.append([*encoded[0], *encoded[1]])
 
@@ -194,7 +199,20 @@ class CodedLayer(AttendingLayer):
     def _decode(self, start: int, stop: int) -> list[torch.Tensor]:
         """Keys and values `[B, H, (stop - start) * group_length, D]` of the encoded groups `[start, stop)`."""
         encoded = self._encoded(start, stop)
-        return [c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True)]
+        keys, values = (c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True))
+        return [self._turn(keys, start * self.group_length, 1), values]
+
+    def _turn(self, keys: torch.Tensor, start: int, direction: int) -> torch.Tensor:
+        """Take away (-1) or put back (1) the rotary embedding of the slots from `start`, if keys are coded without it.
+
+        A position is the distance from the row's first real token. Were it another in the model, the two turns would
+        still undo each other.
+        """
+        if self.rotary is None:
+            return keys
+        slots = torch.arange(start, start + keys.shape[2], device=keys.device)
+        positions = (slots - self.sinks.first_slot[:, None]).clamp(min=0)
+        return self.rotary.turn(keys, direction * positions).to(keys.dtype)
 
     def _attend_stored(self, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
         """One softmax over encoded groups, tail and sinks, each read where and as it is stored."""

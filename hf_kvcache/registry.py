@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .bit_options import average_bits, check_together, is_calibration, mixed_bits, optional_average_bits
+
 
 @dataclass(frozen=True)
 class Option:
@@ -54,6 +56,12 @@ class Recipe:
         """The technique that decides `role`, if any."""
         return next((t for t in self.techniques if t.role == role), None)
 
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        defaults = {option.name: option.default for option in known_options(self.techniques)}
+        return {key: value for key, value in self.options.items() if value != defaults[key]}
+
 
 def _at_least(minimum: int, *, optional: bool = False) -> Callable[[Any], str | None]:
     def check(value: Any) -> str | None:
@@ -79,6 +87,25 @@ def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
         return "one of " + ", ".join(map(str, allowed)) + (", or None" if optional else "")
 
     return check
+
+
+def _mixed_options(*allowed: int) -> tuple[Option, ...]:
+    return (
+        Option(
+            "bits",
+            "list | 'auto' | None",
+            None,
+            "bits of each full-attention layer, or 'auto': where they lower the error most",
+            mixed_bits(*allowed),
+        ),
+        Option(
+            "bits_per_value",
+            "float | None",
+            None,
+            "for bits='auto': bits a value to spend, all overhead included",
+            optional_average_bits,
+        ),
+    )
 
 
 def _layer_list(value: Any) -> str | None:
@@ -107,6 +134,7 @@ def _integer_technique(nbits: int) -> Technique:
             "q_group_size", "int", 64, "elements that share a scale; divides the head dimension", _bits(16, 32, 64, 128)
         ),
         Option("clip_search", "bool", nbits == 2, "shrink a range where that lowers the squared error", _bool),
+        *_mixed_options(2, 4, 8),
         *_EXACT_TOKENS,
     )
     return Technique(f"int{nbits}", 8, "encoding", f"KIVI integers of {nbits} bits", False, options)
@@ -292,6 +320,26 @@ TECHNIQUES: dict[str, Technique] = {
             (
                 Option("key_bits", "int", 3, "bits of keys", _bits(2, 3, 4)),
                 Option("value_bits", "int", 3, "bits of values", _bits(2, 3, 4)),
+                *_mixed_options(2, 3, 4),
+                *_EXACT_TOKENS,
+            ),
+        ),
+        Technique(
+            "transform",
+            8,
+            "encoding",
+            "calibrated transform coding of keys, rotated values",
+            False,
+            (
+                Option("key_bits", "float", 2.5, "average bits of keys", average_bits),
+                Option("value_bits", "int", 2, "bits of values", _bits(2, 3, 4)),
+                Option(
+                    "calibration",
+                    "Calibration | path | None",
+                    None,
+                    "what hf_kvcache.calibrate measured (None: measured once, on a text of ours)",
+                    is_calibration,
+                ),
                 *_EXACT_TOKENS,
             ),
         ),
@@ -322,7 +370,7 @@ CATALOG: tuple[Family, ...] = (
         "KV quantization",
         "bytes a value",
         False,
-        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant"),
+        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant", "transform"),
         "available",
         "https://arxiv.org/abs/2402.02750",
     ),
@@ -373,8 +421,7 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
 
 
 def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str, Any]) -> dict[str, Any]:
-    # Every cache of ours stores its tokens in blocks, so the storage options are always there.
-    known = {option.name: option for option in (*_STORAGE, *(o for t in techniques for o in t.options))}
+    known = {option.name: option for option in known_options(techniques)}
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"cache {name!r} has no option {key!r}{_nearest(key, known)}")
@@ -397,7 +444,14 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
             "Give positions='original', or use 'sliding_window' alone."
         )
+    check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
+
+
+def known_options(techniques: tuple[Technique, ...]) -> tuple[Option, ...]:
+    """All options of a composition; of two with one name the later counts."""
+    # Every cache of ours stores its tokens in blocks, so the storage options are always there.
+    return (*_STORAGE, *(option for technique in techniques for option in technique.options))
 
 
 def _nearest(word: str, known: Any) -> str:

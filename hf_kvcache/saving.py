@@ -6,6 +6,7 @@ version, the recipe, the model's identity, and each layer's kind and integers. A
 but keys and values give a text away: keep it as you would keep the text.
 """
 
+import itertools
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -29,21 +30,26 @@ FORMAT_VERSION = 1
 def save_cache(cache: "KVCache", model: PreTrainedModel, path: str | os.PathLike) -> None:
     """Write `cache`, filled by `model`, to `path`, a layer at a time; see `KVCache.save`."""
     layers = _storing_layers(cache)
+    # What encoded tokens are read with: on another machine another calibration might be found for the same model.
+    calibration = cache.recipe.options.get("calibration")
+    statistics = {} if calibration is None else calibration.tensors()
     header = {
         "version": FORMAT_VERSION,
         "technique": cache.recipe.name,
         "options": _plain_options(cache),
+        "calibrated_on": None if calibration is None else calibration.num_tokens,
         "model": model_identity(model),
         "layers": {},
     }
-    specs = {}
+    specs = {f"calibration.{name}": TensorSpec.of(tensor) for name, tensor in statistics.items()}
     # Asked twice, for the header comes first: holding all states would be a second copy of those that are no views.
     for index, layer in layers.items():
         _check_complete(layer)
         state = layer.state()
         header["layers"][index] = {"kind": type(layer).__name__, "numbers": state.numbers}
         specs |= {f"layers.{index}.{name}": TensorSpec.of(tensor) for name, tensor in state.tensors.items()}
-    tensors = (tensor for layer in layers.values() for tensor in layer.state().tensors.values())
+    states = (tensor for layer in layers.values() for tensor in layer.state().tensors.values())
+    tensors = itertools.chain(statistics.values(), states)
     write_tensors(path, {"format": "pt", "hf_kvcache": json.dumps(header)}, specs, tensors)
 
 
@@ -65,12 +71,12 @@ def load_cache(
         FileNotFoundError: if there is no such file.
         RuntimeError: if it does not fit into the `max_bytes` it was made with.
     """
-    from .cache import make_cache  # which saves with this module
+    from .build import make_cache  # which saves with this module
 
     with TensorFile(path) as file, torch.inference_mode(False), torch.no_grad():
         header = _read_header(file)
         check_identity(header["model"], model)
-        cache = make_cache(model, header["technique"], **header["options"])
+        cache = make_cache(model, header["technique"], **header["options"], **_read_calibration(file, header))
         layers = _storing_layers(cache)
         kinds = {str(index): type(layer).__name__ for index, layer in layers.items()}
         saved = {index: layer["kind"] for index, layer in header["layers"].items()}
@@ -95,11 +101,22 @@ def _check_complete(layer: Any) -> None:
             raise NotImplementedError(f"caches with layers of type {cls.__name__} cannot be saved in this version.")
 
 
+def _read_calibration(file: TensorFile, header: dict[str, Any]) -> dict[str, Any]:
+    if header["calibrated_on"] is None:
+        return {}
+    from .calibration import Calibration  # which builds caches itself
+
+    names = [name for name in file.specs if name.startswith("calibration.")]
+    tensors = {name.removeprefix("calibration."): file.read(name) for name in names}
+    return {"calibration": Calibration.from_tensors(tensors, header["calibrated_on"])}
+
+
 def _plain_options(cache: "KVCache") -> dict[str, Any]:
-    for name, value in cache.recipe.options.items():
+    options = {name: value for name, value in cache.recipe.changed_options.items() if name != "calibration"}
+    for name, value in options.items():
         if not isinstance(value, (str, int, float, list, tuple, type(None))):
             raise NotImplementedError(f"a cache made with {name}={value!r} cannot be saved: only plain values can.")
-    return cache.recipe.options
+    return options
 
 
 def _read_header(file: TensorFile) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Sinks:
             ]
             self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
         # One past the last sink slot of any row, once every row has had a real token.
-        self.end = _UNKNOWN if num_tokens else 0
+        self.end = _UNKNOWN
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ class Sinks:
 
     def take_back(self, seen: int) -> None:
         """Only the first `seen` slots are left: look again, among the tokens to come, for sinks that went."""
-        if self.num_tokens and seen < self.end:
+        if seen < self.end:
             self.first_slot[self.first_slot >= seen] = _UNKNOWN
             self.end = _UNKNOWN
 

@@ -16,7 +16,8 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import KVCache, make_cache
+from ..build import make_cache
+from ..cache import KVCache
 from ..compat import CACHE_ARG
 from ..report import format_bytes, measure
 from .labels import cache_label, model_label

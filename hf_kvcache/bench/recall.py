@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import KVCache, make_cache
+from ..build import make_cache
+from ..cache import KVCache
 from ..compat import CACHE_ARG
 from ..report import measure
 from .labels import cache_label, model_label
