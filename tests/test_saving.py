@@ -148,6 +148,7 @@ def test_the_file_holds_the_stored_bytes_and_a_header(model, new_cache, run, mak
     host = ("block_ids", "sha256", "counts", "num_groups", "kept.rows", "scaling")  # no tensors of the cache
     overhead = sum(t.nbytes for name, t in tensors.items() if name.endswith(host) or name.startswith("calibration"))
     # A calibrated codec's own tensors are made from its statistics, which is what the file has.
-    codecs = [getattr(part, "codecs", None) for part in (getattr(layer, "attention", layer) for layer in cache.layers)]
-    assert path.stat().st_size == 8 + header + overhead + cache.report().stored_bytes - measure(codecs)
+    parts = [getattr(layer, "attention", layer) for layer in cache.layers]
+    of_model = measure([*(getattr(part, "codecs", None) for part in parts), cache.recipe.options.get("calibration")])
+    assert path.stat().st_size == 8 + header + overhead + cache.report().stored_bytes - of_model
     assert header + overhead < 30_000
