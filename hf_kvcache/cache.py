@@ -21,6 +21,8 @@ from .eviction_plan import EvictionPlan
 from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
+from .readers import ReadBudget, build_reader
+from .reading_layer import SparseReadLayer
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
 from .rotary import Rotary, find_rotary
@@ -254,6 +256,8 @@ def _build_layer(
         layer = _build_evicting(model, attention, context, recipe, full)
     elif recipe.fills("encoding"):
         layer = _build_coded(attention, context, recipe)
+    elif recipe.fills("reading") and full.index(context.layer_idx) >= recipe.options["dense_layers"]:
+        layer = _build_reading(attention, context, recipe)
     else:
         layer = BlockLayer(context)
     return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
@@ -315,6 +319,13 @@ def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> Coded
         residual_length=recipe.options["residual_length"],
         num_sink_tokens=recipe.options["num_sink_tokens"],
     )
+
+
+def _build_reading(attention: Any, context: LayerContext, recipe: Recipe) -> SparseReadLayer:
+    name = recipe.fills("reading").name
+    _check_takes_over(name, attention, context)
+    reader, budget = build_reader(name, recipe.options), ReadBudget.of(recipe.options)
+    return SparseReadLayer(context, name=name, reader=reader, budget=budget)
 
 
 def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:

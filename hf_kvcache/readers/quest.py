@@ -1,0 +1,32 @@
+"""Quest: bound the scores of a block's keys by the smallest and largest value of each channel.
+
+Stores two keys a block: 1 / `block_size` of the bytes of keys and values. Reads whole blocks. The bound is loose in
+many channels: the mean key (`page_mean`) ranks blocks better on small models, and tokens chosen singly (`index`) are
+better than both.
+Paper: Tang et al. 2024, https://arxiv.org/abs/2406.10774.
+Differs from the paper: query heads that share a KV head share a selection.
+"""
+
+import torch
+
+from ..blocks.arena import Plane
+from .base import Reader
+
+
+class Quest(Reader):
+    """The largest and the smallest value of each channel in one plane, `[B, Hkv, N, 2 * D]`."""
+
+    def __init__(self, block_size: int):
+        super().__init__(block_size)
+        self.unit = block_size
+
+    def planes(self, num_heads, head_dim, dtype):
+        return (Plane(num_heads, 2 * head_dim, dtype),)
+
+    def summarise(self, keys, fitted):
+        blocks = keys.unflatten(2, (-1, self.block_size))
+        return [torch.cat([blocks.amax(dim=3), blocks.amin(dim=3)], dim=-1)]
+
+    def scores(self, query, summaries, fitted):
+        signs = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
+        return torch.matmul(signs, summaries[0].transpose(2, 3)).float()
