@@ -22,12 +22,12 @@ from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
-from .reading_layer import SparseReadLayer
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
 from .rotary import Rotary, find_rotary
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
+from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
 
 

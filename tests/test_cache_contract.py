@@ -12,8 +12,8 @@ import hf_kvcache
 from hf_kvcache import CACHE_ARG, make_cache, measure
 from hf_kvcache.attending_layer import AttendingLayer
 from hf_kvcache.evicting_layer import EvictingLayer
-from hf_kvcache.reading_layer import SparseReadLayer
 from hf_kvcache.sliding_window import SinkWindowLayer
+from hf_kvcache.sparse_layer import SparseReadLayer
 from hf_kvcache.states import StateLayer
 
 pytestmark = pytest.mark.core

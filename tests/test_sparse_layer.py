@@ -12,8 +12,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 import hf_kvcache
 from hf_kvcache import make_cache
 from hf_kvcache.block_layer import BlockLayer
-from hf_kvcache.reading_layer import SparseReadLayer
 from hf_kvcache.sliding_layer import SlidingBlockLayer
+from hf_kvcache.sparse_layer import SparseReadLayer
 
 pytestmark = pytest.mark.core
 
