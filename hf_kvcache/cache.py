@@ -15,6 +15,7 @@ from . import compat
 from .block_layer import BlockLayer
 from .codecs import build_codecs
 from .coded_layer import CodedLayer
+from .compressed_layer import CompressedLayer
 from .compression import evicting_layers, reconstruct_and_evict, retrieval_scores
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
@@ -22,6 +23,7 @@ from .layer import KVLayer, LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
+from .reading_layer import ReadingLayer
 from .registry import Recipe, resolve
 from .report import MemoryReport, build_report
 from .rotary import Rotary, find_rotary
@@ -321,11 +323,14 @@ def _build_coded(attention: Any, context: LayerContext, recipe: Recipe) -> Coded
     )
 
 
-def _build_reading(attention: Any, context: LayerContext, recipe: Recipe) -> SparseReadLayer:
-    name = recipe.fills("reading").name
+def _build_reading(attention: Any, context: LayerContext, recipe: Recipe) -> ReadingLayer:
+    name, options = recipe.fills("reading").name, recipe.options
     _check_takes_over(name, attention, context)
-    reader, budget = build_reader(name, recipe.options), ReadBudget.of(recipe.options)
-    return SparseReadLayer(context, name=name, reader=reader, budget=budget)
+    budget = ReadBudget.of(options)
+    if name == "compressed":
+        sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
+        return CompressedLayer(context, budget=budget, **sizes)
+    return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
 
 
 def _check_takes_over(name: str, attention: Any, context: LayerContext) -> None:

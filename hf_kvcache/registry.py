@@ -237,7 +237,7 @@ _POLICIES = (
 )
 
 
-def _reading(name: str, summary: str, *options: Option, group: str = "mean") -> Technique:
+def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Technique:
     common = (
         Option(
             "budget",
@@ -251,9 +251,9 @@ def _reading(name: str, summary: str, *options: Option, group: str = "mean") -> 
         Option("num_sink_tokens", "int", 4, "first tokens that are always read", _at_least(0)),
         Option("num_recent_tokens", "int", 32, "newest tokens that are always read", _at_least(1)),
         Option("dense_layers", "int", 0, "first full-attention layers that read everything", _at_least(0)),
-        Option("group", "str", group, "how heads that share keys choose: 'mean' or 'max'", _one_of("mean", "max")),
+        Option("group", "str", "mean", "how heads that share keys choose: 'mean' or 'max'", _one_of("mean", "max")),
     )
-    return Technique(name, 7, "reading", summary, False, (*common, *options))
+    return Technique(name, number, "reading", summary, False, (*common, *options))
 
 
 _CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", _at_least(1))
@@ -264,6 +264,13 @@ _READERS = (
     _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
     _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),
     _reading("topk", "tokens, by their exact scores: the yardstick"),
+)
+_COMPRESSED = _reading(
+    "compressed",
+    "clusters of tokens: their members, or a summary of them",
+    Option("cluster_size", "int", 16, "tokens a cluster, on average", _at_least(2)),
+    Option("segment_length", "int", 256, "tokens that are clustered together, at least", _at_least(16)),
+    number=6,
 )
 
 TECHNIQUES: dict[str, Technique] = {
@@ -298,6 +305,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         *(_integer_technique(nbits) for nbits in (8, 4, 2)),
         *_POLICIES,
+        _COMPRESSED,
         *_READERS,
         Technique("fp8", 8, "encoding", "8-bit floating point, a scale a token", False, _EXACT_TOKENS),
         Technique("nf4", 8, "encoding", "bitsandbytes NF4, blocks of 64", False, _EXACT_TOKENS),
@@ -341,7 +349,7 @@ CATALOG: tuple[Family, ...] = (
     ),
     Family(4, "Multi-head latent attention", "heads x dims", True, (), _NATIVE, "https://arxiv.org/abs/2405.04434"),
     Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
-    Family(6, "Compressed attention", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2502.11089"),
+    Family(6, "Compressed attention", "reads", False, ("compressed",), "available", "https://arxiv.org/abs/2502.11089"),
     Family(
         7,
         "Query-aware sparse reads",

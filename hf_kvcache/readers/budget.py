@@ -61,19 +61,49 @@ class ReadBudget:
         Returns:
             Units `[B, H, k]`, and which of them to read (bool, the same shape): rows and heads may have fewer.
         """
-        total = torch.logaddexp(scores.logsumexp(dim=-1), read)
-        masses = self._agreed((scores - total.unsqueeze(-1)).exp_(), dim=2)
+        masses, anyway = self._masses(scores, read)
         if self.top_p is None:
             chosen = masses.topk(count, sorted=False).indices
             return chosen, scores[:, :, 0].gather(2, chosen) > -torch.inf
         top = masses.sort(descending=True)
-        anyway = self._agreed((read - total).exp_(), dim=2)
-        missing = self.top_p * (top.values.sum(dim=-1) + anyway) - anyway
-        before = top.values.cumsum(dim=-1) - top.values
-        is_chosen = (before < missing.unsqueeze(-1)) & (top.values > 0)
+        is_chosen = self._reach_top_p(top.values, anyway)
         # A sync: how many units reach the mass decides the size of what is read.
         most = int(is_chosen.sum(dim=-1).max())
         return top.indices[..., :most], is_chosen[..., :most]
 
-    def _agreed(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
-        return shares.mean(dim=dim) if self.group == "mean" else shares.amax(dim=dim)
+    def choose_sized(
+        self, scores: torch.Tensor, read: torch.Tensor, sizes: torch.Tensor, candidates: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """As `choose`, for units of `sizes` `[B, H, n]` tokens, `candidates` tokens a row together.
+
+        Returns:
+            All units `[B, H, n]` from the largest mass down, which of them to read (bool: the first ones), and the most
+            tokens that a head reads.
+        """
+        masses, anyway = self._masses(scores, read)
+        top = masses.sort(descending=True)
+        ends = sizes.gather(2, top.indices).cumsum(dim=-1)
+        if self.top_p is None:
+            total = self.num_units(candidates, 1)
+            return top.indices, ends <= total, total
+        is_chosen = self._reach_top_p(top.values, anyway)
+        # A sync, as in `choose`.
+        return top.indices, is_chosen, int((ends * is_chosen).max())
+
+    def _masses(self, scores: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Estimated shares of the attention of each unit `[B, H, n]`, and of what is read anyway `[B, H]`."""
+        highest = torch.maximum(scores.amax(dim=-1), read)
+        masses = (scores - highest.unsqueeze(-1)).exp_()
+        anyway = (read - highest).exp_()
+        total = masses.sum(dim=-1) + anyway
+        return self._agreed(masses.div_(total.unsqueeze(-1))), self._agreed(anyway / total)
+
+    def _reach_top_p(self, masses: torch.Tensor, anyway: torch.Tensor) -> torch.Tensor:
+        """The first of these descending masses that reach `top_p` of the whole together with `anyway`."""
+        missing = self.top_p * (masses.sum(dim=-1) + anyway) - anyway
+        before = masses.cumsum(dim=-1) - masses
+        return (before < missing.unsqueeze(-1)) & (masses > 0)
+
+    def _agreed(self, shares: torch.Tensor) -> torch.Tensor:
+        """Shares of the query heads `[B, H, G, ...]` as one, `[B, H, ...]`."""
+        return shares.mean(dim=2) if self.group == "mean" else shares.amax(dim=2)
