@@ -259,7 +259,11 @@ def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Tech
 _CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", _at_least(1))
 _READERS = (
     _reading("index", "tokens, by a 2-bit copy of the keys"),
-    _reading("quest", "blocks, by the bounds of their keys"),
+    _reading(
+        "quest",
+        "blocks, by the bounds of their keys",
+        Option("spread", "float", 0.25, "how far a block's keys reach to their bounds: 1 is the paper's", _share),
+    ),
     _reading("page_mean", "blocks, by their mean keys"),
     _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
     _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),

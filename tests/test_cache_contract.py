@@ -259,8 +259,10 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
     notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
     reading = [part for part in parts if isinstance(part, ReadingLayer)]
-    notes += [(part.first, part.sides, part.fitted) for part in reading]
+    notes += [(part.first, part.fitted) for part in reading]
+    sides = [side for part in reading for side in part.sides.values()]
     tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair)
-    assert report.stored_bytes == tokens + measure(states) + measure(sinks) + measure(notes)
+    summaries = sum(plane.nbytes for side in sides for plane in side.materialize())
+    assert report.stored_bytes == tokens + summaries + measure(states) + measure(sinks) + measure(notes)
     assert report.reserved_bytes == measure(cache)
     assert report.tokens_seen == LENGTH

@@ -19,7 +19,7 @@ def build_reader(name: str, options: dict[str, Any]) -> Reader:
     size = options["block_size"]
     match name:
         case "quest":
-            return Quest(size)
+            return Quest(size, spread=options["spread"])
         case "page_mean":
             return PageMean(size)
         case "index":
