@@ -8,18 +8,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import KVCache, make_cache
+    from .build import make_cache
+    from .cache import KVCache
+    from .calibration import Calibration, calibrate, choose_bits
     from .compat import CACHE_ARG, disable, enable, is_enabled
     from .report import MemoryReport, measure
+    from .saving import load_cache
 
 __version__ = "0.1.0"
 
-__all__ = ["CACHE_ARG", "KVCache", "MemoryReport", "disable", "enable", "is_enabled", "make_cache", "measure"]
+__all__ = [
+    "CACHE_ARG",
+    "Calibration",
+    "KVCache",
+    "MemoryReport",
+    "calibrate",
+    "choose_bits",
+    "disable",
+    "enable",
+    "is_enabled",
+    "load_cache",
+    "make_cache",
+    "measure",
+]
 
 _HOMES = {
-    "cache": ("KVCache", "make_cache"),
+    "build": ("make_cache",),
+    "cache": ("KVCache",),
+    "calibration": ("Calibration", "calibrate", "choose_bits"),
     "compat": ("CACHE_ARG", "disable", "enable", "is_enabled"),
     "report": ("MemoryReport", "measure"),
+    "saving": ("load_cache",),
 }
 
 

@@ -2,12 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from . import compat
 from .layer import KVLayer, LayerContext
+from .layer_state import LayerState
 
 _NOT_CALLED = (
     "{name} runs the attention itself: use it in a transformers model with hf_kvcache.enable() in force, or store "
@@ -16,6 +18,10 @@ _NOT_CALLED = (
 _CALLED_TWICE = (
     "{name}: layer {index} was updated twice without an attention call between: this model does not run its attention "
     "through transformers' AttentionInterface. Use cache 'blocks'."
+)
+_IN_FORWARD = (
+    "{name}: layer {index} holds tokens that no attention call has taken yet: save the cache between forward passes, "
+    "and not after one that failed."
 )
 _FOREIGN_MASK = (
     "{name} cannot read the attention mask of attn_implementation={implementation!r}: load the model with "
@@ -48,7 +54,7 @@ class AttendingLayer(KVLayer):
         self.seen += states[0].shape[2]
         return key_states, value_states
 
-    @torch.compiler.disable(recursive=False)  # kernels further down are compiled themselves
+    @torch.compiler.disable
     def attend(self, base: Callable, module: nn.Module, query, key, value, mask, *args, **kwargs):
         """Attention of the new tokens over what the layer keeps, in place of `base`, the model's own."""
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
@@ -63,6 +69,24 @@ class AttendingLayer(KVLayer):
     @abstractmethod
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
 
+    def state(self) -> LayerState:
+        if self._pending is not None:
+            raise RuntimeError(_IN_FORWARD.format(name=self.name, index=self.context.layer_idx))
+        return super().state()
+
     def reset(self) -> None:
         super().reset()
         self._pending = None
+
+
+def check_takes_over(name: str, attention: Any, context: LayerContext) -> None:
+    """Refuse, for a technique called `name`, a layer that could not attend itself.
+
+    Raises:
+        NotImplementedError: if the attention module does not hand on what its cache returns.
+    """
+    if not context.takes_over:
+        raise NotImplementedError(
+            f"{name} cannot serve layer {context.layer_idx}: {type(attention).__name__} changes the keys and values "
+            "that its cache returns. Use cache 'blocks', or choose other layers."
+        )

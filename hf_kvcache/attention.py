@@ -1,6 +1,6 @@
 """Attention over a cache that lies in several pieces: exact merging of partial softmaxes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,38 +44,35 @@ def attend_packed(
     return output.reshape(rows, 1, heads, -1)
 
 
-def attend_merged(query: torch.Tensor, groups: Sequence[Sequence[Piece]], scaling: float | None) -> torch.Tensor:
+def attend_merged(
+    query: torch.Tensor,
+    groups: Iterable[Sequence[Piece]],
+    scaling: float | None,
+    attended: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+) -> torch.Tensor:
     """Attention of `query` `[B, Hq, Tq, D]` over several groups of pieces; each group covers every row once.
 
-    Each group is attended alone and the outputs are merged exactly by their log-sum-exp (one softmax over all).
+    Each group is attended alone and the outputs are merged exactly by their log-sum-exp (one softmax over all), with
+    those of other tokens that a kernel has `attended` to: output `[B, Hq, Tq, Dv]` and log-sum-exp `[B, Hq, Tq]`.
 
     Returns:
         `[B, Tq, Hq, Dv]`, as transformers' attention functions do.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    outputs, logsumexps = [], []
+    outputs, logsumexps = [output for output, _ in attended], [logsumexp for _, logsumexp in attended]
     for group in groups:
-        parts = [attend_piece(query if p.query is None else p.query, p, scale) for p in group]
+        parts = [_attend_piece(query if p.query is None else p.query, p, scale) for p in group]
         outputs.append(parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts]))
         logsumexps.append(parts[0][1] if len(parts) == 1 else torch.cat([lse for _, lse in parts]))
-    return merge(outputs, logsumexps)
-
-
-def merge(outputs: Sequence[torch.Tensor], logsumexps: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One softmax over parts attended apart: outputs `[B, Hq, Tq, Dv]` and log-sum-exps `[B, Hq, Tq]` of each.
-
-    Returns:
-        `[B, Tq, Hq, Dv]`, as transformers' attention functions do.
-    """
     if len(outputs) == 1:
         merged = outputs[0]
     else:
         weights = torch.stack(logsumexps).softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)  # [groups, B, Hq, Tq, 1]
-        merged = (torch.stack(outputs).float() * weights).sum(dim=0).to(outputs[0].dtype)
+        merged = (torch.stack([output.float() for output in outputs]) * weights).sum(dim=0).to(query.dtype)
     return merged.transpose(1, 2).contiguous()
 
 
-def attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[R, Hq, Tq, Dv]` and log-sum-exp `[R, Hq, Tq]` (float32) of one piece, on its own KV heads."""
     rows, kv_heads, _, _ = piece.key.shape
     query = query[piece.row : piece.row + rows]

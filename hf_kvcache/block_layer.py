@@ -14,7 +14,13 @@ from torch import nn
 from . import compat
 from .attention import Piece, attend_merged, attend_packed, can_merge
 from .blocks.table import Part
+from .kernels import decode, native
 from .layer import KVLayer, check_crop
+
+# From this many tokens on the decode kernel takes less time than torch's attention, whose products are of few rows.
+MIN_KERNEL_LENGTH = 512
+# Measured on x86 only, and without AVX2 the kernel's vectors are too short to win.
+HAS_WIDE_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 class BlockLayer(KVLayer):
@@ -59,7 +65,11 @@ class BlockLayer(KVLayer):
         self.read_bytes = keys.nbytes + values.nbytes
         if not is_mergeable:
             return base(module, query, keys, values, mask, *args, **kwargs)
-        return attend_packed(query, keys, values, mask, kwargs.get("scaling")), None
+        scaling = kwargs.get("scaling")
+        gains = HAS_WIDE_VECTORS and self.seen >= MIN_KERNEL_LENGTH
+        if gains and decode.can_serve(query, mask, (keys.shape[-1], values.shape[-1])) and native.library():
+            return decode.attend(query, [decode.dense_segment((keys, values))], scaling=scaling, mask=mask), None
+        return attend_packed(query, keys, values, mask, scaling), None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0

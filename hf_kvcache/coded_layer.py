@@ -6,7 +6,6 @@ encoded. A decode step reads the stored form: dense keys and values of the whole
 Paper: Liu et al. 2024, KIVI, https://arxiv.org/abs/2402.02750.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,17 +14,17 @@ from torch import nn
 
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
-from .blocks import Arena, BlockTable
-from .codecs.base import Codec, FusedKeyCodec, FusedValueCodec, Shape
-from .kernels.compiled import CannotCompileError, is_usable
+from .blocks import Arena, BlockTable, load_table, table_state
+from .codecs.base import Codec, Shape, StoredForm
+from .kernels import decode, native, triton_kernel
 from .layer import LayerContext, check_crop
-from .masks import join_masks, restrict_mask, visible
+from .layer_state import LayerState
+from .masks import join_masks, restrict_mask
+from .rotary import Rotary
 from .sinks import Sinks
 
-# Tokens decoded at a time where the stored form cannot be multiplied as it is.
+# Tokens decoded at a time where the kernel cannot read the stored form.
 SLICE_LENGTH = 2048
-# Below this many coded tokens a compiled kernel costs more than it saves.
-MIN_FUSED_LENGTH = 256
 
 
 class CodedLayer(AttendingLayer):
@@ -40,6 +39,7 @@ class CodedLayer(AttendingLayer):
         value_codec: encodes values, in groups of as many tokens.
         residual_length: newest tokens that stay exact. Tokens, at least 0.
         num_sink_tokens: first real tokens of each row that stay exact. Tokens, at least 0.
+        rotary: given for a key codec of keys as they were before their rotary embedding.
     """
 
     name = "a quantized cache"
@@ -52,6 +52,7 @@ class CodedLayer(AttendingLayer):
         value_codec: Codec,
         residual_length: int,
         num_sink_tokens: int,
+        rotary: Rotary | None = None,
     ):
         super().__init__(context)
         assert key_codec.group_length == value_codec.group_length, "keys and values are encoded together"
@@ -59,6 +60,7 @@ class CodedLayer(AttendingLayer):
         self.group_length = key_codec.group_length
         self.residual_length = residual_length
         self.num_sink_tokens = num_sink_tokens
+        self.rotary = rotary
         self._clear()
 
     def _clear(self) -> None:
@@ -79,12 +81,12 @@ class CodedLayer(AttendingLayer):
 
     @property
     def coded_length(self) -> int:
-        """Tokens a row that are encoded."""
-        return 0 if self.coded is None else self.coded.length * self.group_length
+        """The slot where the exact tail begins: those before it are encoded."""
+        return 0 if self.coded is None else self.coded.stop * self.group_length
 
     @property
     def stored_length(self) -> int:
-        return self.coded_length + super().stored_length
+        return super().stored_length + (0 if self.coded is None else self.coded.length * self.group_length)
 
     @property
     def tables(self) -> list[BlockTable]:
@@ -129,6 +131,7 @@ class CodedLayer(AttendingLayer):
         if groups:
             states = [state[:, :, : groups * self.group_length] for state in tail]
             states = self.sinks.covered(states, self.coded_length)
+            states[0] = self._turn(states[0], self.coded_length, -1)
             encoded = [codec.encode(state) for codec, state in zip(self.codecs, states, strict=True)]
             self.coded.append([*encoded[0], *encoded[1]])
 
@@ -136,14 +139,18 @@ class CodedLayer(AttendingLayer):
         coded_length = self.coded_length
         self.read_bytes = sum(state.nbytes for state in tail)
         if not coded_length:
-            return base(module, query, *tail, mask, *args, **kwargs)
+            return base(module, query, *tail, self._own_mask(module, query, mask, 0, self.seen), *args, **kwargs)
         self.read_bytes += self.coded.length * self.coded.arena.block_bytes * self.batch_size + self.sinks.nbytes
         scaling = kwargs.get("scaling")
         if not can_merge(base, kwargs):
             return self._attend_dense(base, module, query, tail, mask, args, kwargs)
-        if query.shape[2] == 1 and self._can_fuse(coded_length):
-            with contextlib.suppress(CannotCompileError):
-                return self._attend_fused(query, tail, mask, scaling), None
+        forms = [codec.stored_form(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
+        if None not in forms and decode.can_serve(query, mask, [form.dim for form in forms]):
+            if native.library() is not None:
+                return self._attend_stored(forms, module, query, tail, mask, scaling), None
+            native.warn_of_no_library()
+        if None not in forms and (kernel := triton_kernel(query.device)) and kernel.can_serve(query, mask):
+            return self._attend_in_triton(kernel, forms, module, query, tail, mask, scaling), None
         return attend_merged(query, self._pieces(module, query, tail, mask), scaling), None
 
     def _attend_dense(self, base, module, query, tail, mask, args: tuple, kwargs: dict):
@@ -154,21 +161,29 @@ class CodedLayer(AttendingLayer):
         return base(module, query, keys, values, joined, *args, **kwargs)
 
     def _pieces(self, module, query, tail, mask) -> Iterator[list[Piece]]:
-        """Sinks, then the encoded tokens a slice at a time, then the tail; each row is in every group of pieces."""
-        coded_length, size = self.coded_length, self.group_length
+        """Sinks and tail, then the encoded tokens a slice at a time; each row is in every group of pieces."""
+        yield from self._exact_pieces(module, query, tail, mask)
+        size = self.group_length
+        step = max(1, SLICE_LENGTH // size)
+        for start in range(self.coded.start, self.coded.stop, step):
+            stop = min(start + step, self.coded.stop)
+            own = self._own_mask(module, query, mask, start * size, stop * size)
+            if start * size < self.sinks.end and self.num_sink_tokens:
+                own = restrict_mask(module, own, self._without_sinks(start * size, stop * size, query), query.dtype)
+            yield [Piece(*self._decode(start, stop), own)]
+
+    def _exact_pieces(self, module, query, tail, mask) -> Iterator[list[Piece]]:
+        coded_length = self.coded_length
         if self.num_sink_tokens:
             own = None if mask is None else self.sinks.own_mask(mask)
             is_coded = (self.sinks.slots < coded_length)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
             whole = own is None and self.sinks.end <= coded_length
             yield [Piece(*self.sinks.states, None if whole else restrict_mask(module, own, is_coded, query.dtype))]
-        step = max(1, SLICE_LENGTH // size)
-        for start in range(0, self.coded.length, step):
-            stop = min(start + step, self.coded.length)
-            own = None if mask is None else mask[..., start * size : stop * size]
-            if start * size < self.sinks.end and self.num_sink_tokens:
-                own = restrict_mask(module, own, self._without_sinks(start * size, stop * size, query), query.dtype)
-            yield [Piece(*self._decode(start, stop), own)]
-        yield [Piece(*tail, None if mask is None else mask[..., coded_length : self.seen])]
+        yield [Piece(*tail, self._own_mask(module, query, mask, coded_length, self.seen))]
+
+    def _own_mask(self, module, query, mask, start: int, stop: int) -> torch.Tensor | None:
+        """What the queries see of the slots `[start, stop)`."""
+        return None if mask is None else mask[..., start:stop]
 
     def _without_sinks(self, start: int, stop: int, query: torch.Tensor) -> torch.Tensor:
         slots = torch.arange(start, stop, device=self.device)
@@ -177,44 +192,60 @@ class CodedLayer(AttendingLayer):
         return allowed[:, None, None, :].expand(-1, 1, query.shape[2], -1)
 
     def _encoded(self, start: int, stop: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        planes = [plane[:, :, start:stop] for plane in self.coded.materialize()]
+        first = self.coded.start
+        planes = [plane[:, :, start - first : stop - first] for plane in self.coded.materialize()]
         return planes[: self._num_key_planes], planes[self._num_key_planes :]
 
     def _decode(self, start: int, stop: int) -> list[torch.Tensor]:
-        """Keys and values `[B, H, (stop - start) * group_length, D]` of some encoded groups."""
+        """Keys and values `[B, H, (stop - start) * group_length, D]` of the encoded groups `[start, stop)`."""
         encoded = self._encoded(start, stop)
-        return [c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True)]
+        keys, values = (c.decode(e, s) for c, e, s in zip(self.codecs, encoded, self.shapes, strict=True))
+        return [self._turn(keys, start * self.group_length, 1), values]
 
-    def _can_fuse(self, coded_length: int) -> bool:
-        is_fused = isinstance(self.codecs[0], FusedKeyCodec) and isinstance(self.codecs[1], FusedValueCodec)
-        return is_fused and is_usable() and coded_length >= MIN_FUSED_LENGTH and self.sinks.end <= coded_length
+    def _turn(self, keys: torch.Tensor, start: int, direction: int) -> torch.Tensor:
+        """Take away (-1) or put back (1) the rotary embedding of the slots from `start`, if keys are coded without it.
 
-    def _attend_fused(self, query, tail, mask, scaling: float | None) -> torch.Tensor:
-        """One softmax over sinks, encoded groups and tail, with the encoded ones multiplied in their stored form."""
-        rows, heads, _, dim = query.shape
-        kv_heads, coded_length = self.shapes[0].num_heads, self.coded_length
-        packed = query.view(rows, kv_heads, -1, dim) * (dim**-0.5 if scaling is None else scaling)
-        keys, values = self._encoded(0, self.coded.length)
-        coded_scores = self.codecs[0].scores(packed, keys)
-        if mask is not None:
-            coded_scores.masked_fill_(~visible(mask[..., :coded_length]), float("-inf"))
+        A position is the distance from the row's first real token. Were it another in the model, the two turns would
+        still undo each other.
+        """
+        if self.rotary is None:
+            return keys
+        slots = torch.arange(start, start + keys.shape[2], device=keys.device)
+        positions = (slots - self.sinks.first_slot[:, None]).clamp(min=0)
+        return self.rotary.turn(keys, direction * positions).to(keys.dtype)
+
+    def _attend_stored(self, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
+        """One softmax over encoded groups, tail and sinks, each read where and as it is stored."""
+        coded, coded_length, sinks = self.coded, self.coded_length, None
+        segments = [
+            decode.coded_segment(forms, coded.arena.planes, coded.block_ids, self.group_length, slot=self._coded_slot),
+            decode.dense_segment(tail, slot=coded_length),
+        ]
         if self.num_sink_tokens:
-            index = self.sinks.slots[:, None, None, :].expand(-1, *coded_scores.shape[1:3], -1)
-            coded_scores.scatter_(-1, index, float("-inf"))
-        scores = [coded_scores]
-        exact = [self.sinks.states, tail] if self.num_sink_tokens else [tail]
-        masks = (
-            [self.sinks.own_mask(mask), mask[..., coded_length : self.seen]][-len(exact) :] if mask is not None else []
+            sinks = (self.sinks.first_slot, self.num_sink_tokens)
+            segments.append(decode.dense_segment(self.sinks.states, first_slot=sinks[0], stop=coded_length))
+        mask = self._own_mask(module, query, mask, 0, self.seen)
+        return decode.attend(query, segments, scaling=scaling, mask=mask, sinks=sinks)
+
+    def _attend_in_triton(self, kernel, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
+        """The encoded groups by the kernel, sinks and tail as they are, merged."""
+        attended = kernel.attend_coded(
+            query,
+            forms,
+            self.coded.arena.planes,
+            self.coded.block_ids,
+            self.group_length,
+            slot=self._coded_slot,
+            scaling=scaling,
+            mask=self._own_mask(module, query, mask, 0, self.seen),
+            sinks=(self.sinks.first_slot, self.num_sink_tokens) if self.num_sink_tokens else None,
         )
-        for index, (key, _) in enumerate(exact):
-            product = torch.matmul(packed, key.transpose(-1, -2)).float()
-            scores.append(product.masked_fill_(~visible(masks[index]), float("-inf")) if masks else product)
-        lengths = [score.shape[-1] for score in scores]
-        weights = torch.cat(scores, dim=-1).softmax(dim=-1).split(lengths, dim=-1)
-        output = self.codecs[1].mix(weights[0], values)
-        for weight, (_, value) in zip(weights[1:], exact, strict=True):
-            output = output + torch.matmul(weight.to(value.dtype), value).float()
-        return output.to(query.dtype).view(rows, 1, heads, -1)
+        return attend_merged(query, self._exact_pieces(module, query, tail, mask), scaling, [attended])
+
+    @property
+    def _coded_slot(self) -> int:
+        """The slot of the first token that is encoded."""
+        return self.coded.start * self.group_length
 
     # --- contract
 
@@ -230,7 +261,9 @@ class CodedLayer(AttendingLayer):
     def _whole(self, index: int) -> torch.Tensor | None:
         if self.table is None:
             return None
-        return torch.cat([self._decode(0, self.coded.length)[index], self.table.materialize()[index]], dim=2)
+        return torch.cat(
+            [self._decode(self.coded.start, self.coded.stop)[index], self.table.materialize()[index]], dim=2
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
@@ -246,7 +279,7 @@ class CodedLayer(AttendingLayer):
             # Part of a group stays: it goes back to the tail as attention has seen it, decoded.
             groups, rest = divmod(left, self.group_length)
             kept = [state[:, :, :rest] for state in self._decode(groups, groups + 1)]
-            self.coded.crop(self.coded.length - groups)
+            self.coded.crop(self.coded.stop - groups)
             self.table.restart(left - rest)
             self.table.append(kept)
         self.seen = left
@@ -270,6 +303,20 @@ class CodedLayer(AttendingLayer):
         if self.table is not None:
             self.coded = self.coded.to(self.context.pool(device))
             self.sinks.to(device)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("coded", table_state(self.coded))
+            state.put("sinks", self.sinks.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            load_table(self.coded, state.part("coded"))
+            self.sinks.load_state(state.part("sinks"))
+            self._give_back_memory()
 
     def reset(self) -> None:
         super().reset()

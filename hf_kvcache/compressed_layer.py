@@ -19,6 +19,7 @@ from .blocks.arena import Plane
 from .blocks.gather import gather_units
 from .clusters import cluster_tokens
 from .layer import LayerContext
+from .layer_state import LayerState
 from .masks import visible
 from .readers import ReadBudget
 from .reading_layer import ReadingLayer
@@ -93,6 +94,18 @@ class CompressedLayer(ReadingLayer):
         tokens, clusters = self.segments[-1] if self.segments else (0, 0)
         self.sides["members"].crop(self.sides["members"].length - tokens)
         self.sides["clusters"].crop(self.sides["clusters"].length - clusters)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        ends = torch.tensor(self.segments, dtype=torch.int64).view(-1, 2)
+        state.put("segments", LayerState({"ends": ends}))
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        self.segments = tuple(
+            (tokens, clusters) for tokens, clusters in state.part("segments").tensors["ends"].tolist()
+        )
 
     # --- a step that reads some of the tokens
 

@@ -78,7 +78,8 @@ def _read_again(
     """What a second reading of `input_ids`, `chunk_length` tokens at a time, shows in each evicting layer."""
     # Windows and states read along in copies, which are small; evicting layers store nothing while they score.
     copies = [layer.fork() if evicting_layers([layer]) else copy.deepcopy(layer) for layer in cache.layers]
-    reading = type(cache)(copies, cache.recipe, cache.model)
+    reading = copy.copy(cache)
+    reading.layers = copies
     layers = evicting_layers(reading.layers)
     for layer in layers:
         layer.reconstruction = kind(layer.held())

@@ -17,6 +17,7 @@ from .eviction_plan import EvictionPlan
 from .kept_layer import KeptLayer
 from .kept_tokens import Codecs
 from .layer import LayerContext
+from .layer_state import LayerState
 from .masks import as_mask_for
 from .policies.base import Held, Policy, Queries
 from .policies.query_log import QueryLog
@@ -212,4 +213,18 @@ class EvictingLayer(KeptLayer):
     def to(self, device: torch.device, pools: dict) -> None:
         super().to(device, pools)
         if self._log is not None:
+            self._log.to(device)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        state.numbers["last_eviction"] = self._last_eviction
+        if self._log is not None:
+            state.put("log", self._log.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        self._last_eviction = state.numbers["last_eviction"]
+        if self._log is not None:
+            self._log.load_state(state.part("log"))
             self._log.to(device)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from . import compat, registry
-from .cache import KVCache, make_cache
+from .build import make_cache
+from .cache import KVCache
 from .reuse import check_same_prompt
 
 

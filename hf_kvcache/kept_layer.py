@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from .attending_layer import AttendingLayer
-from .attention import Piece, attend_packed, attend_piece, can_merge, merge
-from .codecs.exact import ExactCodec
-from .kept_attention import attend_kept, join_kept
-from .kept_tokens import Codecs, KeptTokens, move_to_front
+from .attention import Piece, attend_merged, attend_packed, can_merge
+from .kept import Kept
+from .kept_attention import join_kept
+from .kept_tokens import Codecs
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .masks import first_visible
 from .policies.base import Held
 from .rotary import Rotary
@@ -19,8 +20,6 @@ from .rotary import Rotary
 _MANY_QUERIES = 32
 # Newer tokens are encoded at least so many at a time: the older ones are copied, in their encoded form, to join them.
 _SETTLES_AT_A_TIME = 128
-_STORES = ("sinks", "older", "newest")
-_EXACT = (ExactCodec(), ExactCodec())
 _NO_TOKEN = 1 << 40  # first slot of a row that has had only padding so far
 
 
@@ -28,8 +27,7 @@ class KeptLayer(AttendingLayer):
     """What is kept of older tokens (`kept`, a head at a time), then all newer tokens in blocks (`table`).
 
     With codecs, kept tokens are encoded, but for sinks and those of the newest `residual_length`, and so are newer
-    tokens when they have become older. `kept` is up to three stores, in the order of their slots: "sinks", "older" and
-    "newest".
+    tokens when they have become older.
 
     Args:
         context: where the blocks come from.
@@ -57,15 +55,13 @@ class KeptLayer(AttendingLayer):
 
     def _clear(self) -> None:
         self.scaling = 1.0
-        self.kept: dict[str, KeptTokens] = {}
-        self.kept_rows = np.zeros(0, dtype=np.int64)  # the row of each store of `kept` that each row reads
+        self.kept = Kept(self.codecs, self.num_sink_tokens)
         self.first_slot: torch.Tensor | None = None
 
     @property
     def stored_length(self) -> float:
         """Tokens a head of a row held now, on average."""
-        kept = sum(float(store.counts[self.kept_rows].mean()) for store in self.kept.values())
-        return kept + super().stored_length if self.kept else super().stored_length
+        return self.kept.length + super().stored_length if self.kept else super().stored_length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -94,18 +90,12 @@ class KeptLayer(AttendingLayer):
             if query.shape[2] == 1 and is_mergeable:
                 return attend_packed(query, *tail, own, self.scaling), None
             return base(module, query, *tail, own, *args, **kwargs)
-        self.read_bytes += sum(store.nbytes for store in self.kept.values())
+        self.read_bytes += self.kept.nbytes
         if not is_mergeable or query.shape[2] >= _MANY_QUERIES:
-            states, joined = join_kept(self.name, module, query, self._padded(), tail, mask)
+            states, joined = join_kept(self.name, module, query, self.kept.padded(), tail, mask)
             return base(module, query, *states, joined, *args, **kwargs)
-        parts = [attend_kept(store, query, mask, self.scaling, self.kept_rows) for store in self.kept.values()]
-        parts.append(attend_piece(query, Piece(*tail, own), self.scaling))
-        return merge(*zip(*parts, strict=True)), None
-
-    def _padded(self) -> list[torch.Tensor]:
-        """Keys, values and slots of all kept tokens, as `KeptTokens.padded`; a view if it is one store and even."""
-        parts = [(*store.padded(self.kept_rows), store.padded_slots(self.kept_rows)) for store in self.kept.values()]
-        return list(parts[0]) if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts, strict=True)]
+        attended = self.kept.attend(query, mask, self.scaling)
+        return attend_merged(query, [[Piece(*tail, own)]], self.scaling, attended), None
 
     def held(self, tail: Sequence[torch.Tensor] | None = None) -> Held:
         """All tokens held: what is kept of older ones, then the newer ones. A copy if both are there."""
@@ -114,7 +104,7 @@ class KeptLayer(AttendingLayer):
         slots = torch.arange(start, start + tail[0].shape[2], device=self.device).expand(*tail[0].shape[:2], -1)
         parts = (*tail, slots, slots)
         if self.kept:
-            keys, values, kept_slots = self._padded()
+            keys, values, kept_slots = self.kept.padded()
             positions = kept_slots
             if self.rotary is not None:
                 places = (kept_slots >= 0).cumsum(dim=-1)
@@ -126,8 +116,9 @@ class KeptLayer(AttendingLayer):
     def slots(self) -> torch.Tensor:
         """Slots of all tokens held, as in `held`."""
         tail = torch.arange(self.table.start, self.table.stop, device=self.device)
-        parts = [store.padded_slots(self.kept_rows) for store in self.kept.values()]
-        return torch.cat([*parts, tail.expand(self.batch_size, self.table.arena.specs[0].num_heads, -1)], dim=2)
+        return torch.cat(
+            [*self.kept.slots(), tail.expand(self.batch_size, self.table.arena.specs[0].num_heads, -1)], dim=2
+        )
 
     # --- storing
 
@@ -143,8 +134,7 @@ class KeptLayer(AttendingLayer):
             flat = self.rotary.turn(older.keys.flatten(0, 1).unsqueeze(1), distance)
             older = older._replace(keys=flat.squeeze(1).unflatten(0, older.keys.shape[:2]))
         self.table.restart(begin)
-        self.kept = self._stores(older, keep, self.seen - self.residual_length) if split else {}
-        self.kept_rows = np.arange(len(held.slots))
+        self.kept.replace(self.context.pool(self.device), older, keep, self.seen - self.residual_length)
         self.table.append(newer)
         self._give_back_memory()
 
@@ -160,49 +150,13 @@ class KeptLayer(AttendingLayer):
         count = (self.table.length - self.residual_length) // size * size
         if count < max(size, _SETTLES_AT_A_TIME):
             return False
-        start = self.table.start
-        slots = torch.arange(start, start + count, device=self.device)
-        newer = [state[:, :, :count] for state in self.table.materialize()]
-        parts = [*newer, slots.expand(*newer[0].shape[:2], -1)]
-        if (newest := self.kept.pop("newest", None)) is not None:
-            older = (*newest.padded(self.kept_rows), newest.padded_slots(self.kept_rows))
-            parts = [torch.cat(pair, dim=2) for pair in zip(older, parts, strict=True)]
-        held = Held(*parts, parts[2], self.first_slot, self.seen, self.scaling)
-        if not np.array_equal(self.kept_rows, np.arange(self.batch_size)):
-            self._take_kept(self.kept_rows)
-        added = self._stores(held, held.is_held, start + count)
-        for name, store in added.items():
-            before = self.kept.get(name)
-            self.kept[name] = store if before is None else before.join(self.context.pool(self.device), store)
-        self.kept = {name: self.kept[name] for name in _STORES if name in self.kept}
-        self.kept_rows = np.arange(self.batch_size)
-        self.table.drop_front(start + count)
+        held = self.held()
+        begin = held.keys.shape[2] - self.table.length
+        newer = [state[:, :, begin : begin + count] for state in held[:3]]
+        self.kept.add(self.context.pool(self.device), newer, held)
+        self.table.drop_front(self.table.start + count)
         self._give_back_memory()
         return True
-
-    def _stores(self, held: Held, keep: torch.Tensor, first_newest: int) -> dict[str, KeptTokens]:
-        if self.codecs is None:
-            parts = {"older": (_EXACT, keep)}
-        else:
-            sinks = held.are_sinks(self.num_sink_tokens)
-            newest = (held.slots >= first_newest) & ~sinks
-            parts = {
-                "sinks": (_EXACT, keep & sinks),
-                "older": (self.codecs, keep & ~sinks & ~newest),
-                "newest": (_EXACT, keep & newest),
-            }
-        stores = {name: self._store(codecs, held, part) for name, (codecs, part) in parts.items()}
-        return {name: store for name, store in stores.items() if store is not None}
-
-    def _store(self, codecs: Codecs, held: Held, keep: torch.Tensor) -> KeptTokens | None:
-        source = move_to_front(keep, codecs[0].group_length)
-        if not source.shape[-1]:
-            return None
-        # A group that is not full is filled up with its last token, which changes no range of values.
-        index = torch.where(source >= 0, source, source.amax(dim=-1, keepdim=True)).clamp(min=0)
-        states = [s.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, s.shape[-1])) for s in held[:2]]
-        slots = held.slots.gather(2, index).masked_fill(source < 0, -1)
-        return KeptTokens(self.context.pool(self.device), codecs, states, slots)
 
     # --- contract
 
@@ -239,24 +193,12 @@ class KeptLayer(AttendingLayer):
             with torch.inference_mode(False):
                 index = torch.from_numpy(rows).to(self.device)
                 self.first_slot = self.first_slot.index_select(0, index)
-            if self.kept:
-                self._select_kept(self.kept_rows[rows])
+            self.kept.select_rows(self.context.pool(self.device), rows)
         super().select_rows(rows)
-
-    def _select_kept(self, rows: np.ndarray) -> None:
-        """Rows share what they keep of their common past, until fewer than half of the stored rows are read."""
-        self.kept_rows = rows
-        used, renumbered = np.unique(rows, return_inverse=True)
-        if 2 * len(used) <= next(iter(self.kept.values())).num_rows:
-            self._take_kept(used)
-            self.kept_rows = renumbered
-
-    def _take_kept(self, rows: np.ndarray) -> None:
-        pool = self.context.pool(self.device)
-        self.kept = {name: store.take(pool, rows) for name, store in self.kept.items()}
 
     def fork(self) -> "KeptLayer":
         forked = super().fork()
+        forked.kept = self.kept.fork()
         forked.first_slot = None if self.first_slot is None else self.first_slot.clone()
         return forked
 
@@ -264,7 +206,23 @@ class KeptLayer(AttendingLayer):
         super().to(device, pools)
         if self.table is not None:
             self.first_slot = self.first_slot.to(device)
-            self.kept = {name: store.to(self.context.pool(device)) for name, store in self.kept.items()}
+            self.kept.to(self.context.pool(device))
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("kept", self.kept.state())
+            state.tensors["first_slot"] = self.first_slot
+            state.tensors["scaling"] = torch.tensor(self.scaling, dtype=torch.float64)
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            self.kept.load_state(self.context.pool(device), self.table.materialize(), state.part("kept"))
+            self.first_slot = state.tensors["first_slot"].to(device)
+            self.scaling = state.tensors["scaling"].item()
+            self._has_padding_only = bool((self.first_slot == _NO_TOKEN).any())
 
     def reset(self) -> None:
         super().reset()

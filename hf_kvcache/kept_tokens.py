@@ -14,6 +14,7 @@ from torch import nn
 from .blocks import BlockPool
 from .codecs.base import Codec, Shape
 from .codecs.exact import ExactCodec
+from .layer_state import LayerState
 
 Codecs = tuple[Codec, Codec]
 
@@ -31,11 +32,7 @@ class KeptTokens:
     """
 
     def __init__(self, pool: BlockPool, codecs: Codecs, states: Sequence[torch.Tensor], slots: torch.Tensor):
-        self.codecs = codecs
-        self.group_length = codecs[0].group_length
-        self.num_heads = states[0].shape[1]
-        self.shapes = tuple(Shape(1, state.shape[-1], state.dtype) for state in states)
-        self._num_key_planes = len(codecs[0].planes(self.shapes[0]))
+        self._describe(codecs, states)
         is_group = (slots >= 0).unflatten(-1, (-1, self.group_length)).any(dim=-1)
         encoded = [plane for codec, state in zip(codecs, states, strict=True) for plane in codec.encode(state)]
         self._hold(
@@ -46,6 +43,32 @@ class KeptTokens:
             is_group.sum(dim=-1).cpu().numpy(),
             (slots >= 0).sum(dim=-1).cpu().numpy(),
         )
+
+    def _describe(self, codecs: Codecs, states: Sequence[torch.Tensor]) -> None:
+        self.codecs = codecs
+        self.group_length = codecs[0].group_length
+        self.num_heads = states[0].shape[1]
+        self.shapes = tuple(Shape(1, state.shape[-1], state.dtype) for state in states)
+        self._num_key_planes = len(codecs[0].planes(self.shapes[0]))
+
+    @classmethod
+    def from_state(
+        cls, pool: BlockPool, codecs: Codecs, states: Sequence[torch.Tensor], state: LayerState
+    ) -> "KeptTokens":
+        """What gave `state`; `states` are any keys and values of the layer, for their shapes."""
+        kept = object.__new__(cls)
+        kept._describe(codecs, states)
+        tensors = {name: tensor.to(pool.device) for name, tensor in state.tensors.items()}
+        planes = [tensors[f"plane_{index}"] for index in range(len(tensors) - 3)]
+        counts, num_groups = (state.tensors[name].numpy() for name in ("counts", "num_groups"))
+        kept._hold(pool, planes, tensors["slots"], num_groups, counts)
+        return kept
+
+    def state(self) -> LayerState:
+        """Everything, as plain tensors."""
+        tensors = {f"plane_{index}": plane for index, plane in enumerate(self.planes)}
+        counts = {"counts": torch.from_numpy(self.counts), "num_groups": torch.from_numpy(self._num_groups)}
+        return LayerState(tensors | {"slots": self.slots} | counts)
 
     def _hold(
         self,

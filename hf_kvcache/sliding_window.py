@@ -18,6 +18,7 @@ from torch import nn
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, can_merge
 from .layer import LayerContext, check_crop
+from .layer_state import LayerState
 from .masks import join_masks, restrict_mask
 from .rotary import Rotary
 from .sinks import Sinks
@@ -187,6 +188,17 @@ class SinkWindowLayer(AttendingLayer):
         super().to(device, pools)
         if self.sinks is not None:
             self.sinks.to(device)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        if self.sinks is not None:
+            state.put("sinks", self.sinks.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        if self.sinks is not None:
+            self.sinks.load_state(state.part("sinks"))
 
     def reset(self) -> None:
         super().reset()

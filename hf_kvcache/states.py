@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .layer import KVLayer
+from .layer_state import LayerState
 
 
 class StateLayer(LinearAttentionLayer):
@@ -55,6 +56,31 @@ class StateLayer(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             for index, state in states.items():
                 states[index] = None if state is None else state.to(device)
+
+    def state(self) -> LayerState:
+        """Everything this layer holds, as it is: what a file gets."""
+        state = LayerState(numbers={"record_past": int(self.record_past)})
+        for index in range(self.number_of_states):
+            if (conv := self.conv_states[index]) is not None:
+                state.tensors[f"conv_{index}"] = conv
+                state.numbers[f"conv_kernel_size_{index}"] = self.conv_kernel_size[index]
+                state.numbers[f"has_previous_state_{index}"] = int(self.has_previous_state[index])
+            if (recurrent := self.recurrent_states[index]) is not None:
+                state.tensors[f"recurrent_{index}"] = recurrent
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        """Become, from new, the layer that gave `state`, on `device`; the tensors of `state` are on the CPU."""
+        self.record_past = bool(state.numbers["record_past"])
+        for index in range(self.number_of_states):
+            if (conv := state.tensors.get(f"conv_{index}")) is not None:
+                self.conv_states[index], self.is_conv_states_initialized[index] = conv.to(device), True
+                self.conv_kernel_size[index] = state.numbers[f"conv_kernel_size_{index}"]
+                self.has_previous_state[index] = bool(state.numbers[f"has_previous_state_{index}"])
+                self.dtype, self.device = conv.dtype, device
+            if (recurrent := state.tensors.get(f"recurrent_{index}")) is not None:
+                self.recurrent_states[index] = recurrent.to(device)
+                self.is_recurrent_states_initialized[index] = True
 
     def can_crop(self, count: int) -> bool:
         """Convolution states alone can be taken back, while the past is recorded; recurrent states never."""
@@ -151,6 +177,15 @@ class HybridLayer(StateLayer, CacheLayerMixin):
     def to(self, device: torch.device, pools: dict) -> None:
         super().to(device, pools)
         self.attention.to(device, pools)
+
+    def state(self) -> LayerState:
+        state = super().state()
+        state.put("attention", self.attention.state())
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state, device)
+        self.attention.load_state(state.part("attention"), device)
 
     def can_crop(self, count: int) -> bool:
         return super().can_crop(count) and self.attention.can_crop(count)

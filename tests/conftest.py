@@ -1,12 +1,17 @@
 """Shared by all tests: tiny random models from configs, the two real ones, poisoned memory, transformers untouched."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+
 import transformers as tf
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,13 +210,18 @@ def real_model():
 
 
 @pytest.fixture
-def plain_kernels(monkeypatch):
-    """The kernels of the quantized caches as plain PyTorch: compiling them takes seconds and is tested on its own."""
-    from hf_kvcache.kernels import compiled, packed
+def kernel():
+    """Skips the test where the decode kernel cannot be compiled."""
+    from hf_kvcache.kernels import native
 
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: function)
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
-    yield
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
+    if native.library() is None:
+        pytest.skip("this machine has no C++ compiler")
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    """As on a machine without a compiler, without the warning that it gives."""
+    from hf_kvcache.kernels import native
+
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "warn_of_no_library", lambda: None)

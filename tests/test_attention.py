@@ -106,3 +106,15 @@ def test_packed_heads_equal_repeated_ones(masked):
 def test_only_a_plain_softmax_is_merged(arguments, mergeable):
     assert can_merge(sdpa_attention_forward, arguments) is mergeable
     assert can_merge(eager_paged_attention_forward, arguments) is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_a_kernel_has_attended_to_are_merged(dtype):
+    query, key, value = (t.to(dtype) for t in (torch.randn(ROWS, HEADS, 1, DIM), states(63), states(63)))
+    wide_key, wide_value = (t[:, :, :40].float().repeat_interleave(HEADS // KV_HEADS, 1) for t in (key, value))
+    scores = query.float() @ wide_key.transpose(-1, -2) * DIM**-0.5
+    attended = [(scores.softmax(-1) @ wide_value, scores.logsumexp(-1))]
+    merged = attend_merged(query, [[Piece(key[:, :, 40:], value[:, :, 40:])]], None, attended)
+    assert merged.dtype == dtype
+    reference = expected(query.float(), key.float(), value.float())
+    torch.testing.assert_close(merged.float(), reference, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)

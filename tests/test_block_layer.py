@@ -8,6 +8,7 @@ import hf_kvcache
 from hf_kvcache import CACHE_ARG, block_layer, make_cache
 from hf_kvcache.attention import attend_merged
 from hf_kvcache.blocks import BlockTable, runs
+from hf_kvcache.kernels import decode, native
 
 pytestmark = pytest.mark.core
 
@@ -134,3 +135,53 @@ def test_a_full_pool_names_the_cap(tiny_model, make_ids):
     options = {"cache_implementation": "blocks", "cache_config": {"max_bytes": 20_000}}
     with pytest.raises(RuntimeError, match=r"the block pool on cpu is empty: \d+ bytes are needed and max_bytes=20000"):
         model.generate(make_ids(1, 63), max_new_tokens=4, **options)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The lengths of the sequences that the compiled kernel attended to, as on a machine where it gains time."""
+    monkeypatch.setattr(block_layer, "HAS_WIDE_VECTORS", True)
+    lengths, attend = [], decode.attend
+
+    def watched(query, segments, **kwargs):
+        lengths.append(segments[0].struct.length)
+        return attend(query, segments, **kwargs)
+
+    monkeypatch.setattr(decode, "attend", watched)
+    return lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+def test_long_sequences_are_attended_to_by_the_kernel(
+    is_padded, dtype, kernel, kernel_calls, monkeypatch, tiny_model, make_ids, left_pad, run
+):
+    monkeypatch.setattr(block_layer, "MIN_KERNEL_LENGTH", 63)
+    model = tiny_model("llama").to(dtype)
+    ids, mask = left_pad(make_ids(3, 70), [70, 40, 66] if is_padded else [70] * 3)
+    mask = mask if is_padded else None
+    chunks = [60] + [1] * 10
+    cache = make_cache(model, block_size=3)
+    got = run(model, cache, ids, mask, chunks=chunks)
+    assert kernel_calls == [length for length in range(63, 71) for _ in cache.layers]
+    assert cache.layers[0].read_bytes == cache.layers[0].keys.nbytes + cache.layers[0].values.nbytes
+    expected = run(model, DynamicCache(config=model.config), ids, mask, chunks=chunks)
+    visible = slice(None) if mask is None else mask.bool()
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.02}  # a few roundings of values near 1
+    torch.testing.assert_close(got[visible], expected[visible], **tolerance)
+
+
+def test_without_a_compiler_torch_attends_and_nothing_is_said(monkeypatch, kernel_calls, tiny_model, make_ids, run):
+    monkeypatch.setattr(block_layer, "MIN_KERNEL_LENGTH", 1)
+    monkeypatch.setattr(native, "_library", lambda: (None, "no compiler here"))
+    model, ids = tiny_model("llama"), make_ids(2, 30)
+    got = run(model, make_cache(model, block_size=3), ids, chunks=[20] + [1] * 10)
+    torch.testing.assert_close(got, run(model, DynamicCache(config=model.config), ids))
+    assert not kernel_calls
+
+
+def test_without_wide_vectors_torch_attends(monkeypatch, kernel, kernel_calls, tiny_model, make_ids, run):
+    monkeypatch.setattr(block_layer, "MIN_KERNEL_LENGTH", 1)
+    monkeypatch.setattr(block_layer, "HAS_WIDE_VECTORS", False)
+    run(tiny_model("llama"), make_cache(tiny_model("llama"), block_size=3), make_ids(2, 22), chunks=[20, 1, 1])
+    assert not kernel_calls

@@ -10,8 +10,9 @@ from transformers import DynamicCache
 
 import hf_kvcache
 from hf_kvcache import make_cache
+from hf_kvcache.blocks import BlockTable
 from hf_kvcache.coded_layer import CodedLayer
-from hf_kvcache.kernels import compiled
+from hf_kvcache.kernels import decode, native
 
 pytestmark = pytest.mark.core
 
@@ -21,19 +22,25 @@ TOKENS = 40
 LENGTH = 111
 
 
-@pytest.fixture(autouse=True)
-def no_kernels(monkeypatch):
-    """Decode a slice at a time; the tests of the fused path ask for `fused_kernels`."""
-    monkeypatch.setattr(compiled, "_is_broken", True)
+@pytest.fixture(params=["kernel", "sliced"])
+def path(request):
+    """The two ways to read encoded tokens: in place by the compiled kernel, or decoded a slice at a time."""
+    request.getfixturevalue("kernel" if request.param == "kernel" else "no_kernel")
+    return request.param
 
 
 @pytest.fixture
-def fused_kernels(monkeypatch, plain_kernels):
-    """The fused path, whatever the length, with its kernels run as plain PyTorch."""
-    from hf_kvcache import coded_layer
+def kernel_calls(monkeypatch):
+    """One entry for each call of the compiled kernel."""
+    calls = []
 
-    monkeypatch.setattr(compiled, "_is_broken", False)
-    monkeypatch.setattr(coded_layer, "MIN_FUSED_LENGTH", 1)
+    def attend(*args, **kwargs):
+        calls.append(args)
+        return decode_attend(*args, **kwargs)
+
+    decode_attend = decode.attend
+    monkeypatch.setattr(decode, "attend", attend)
+    return calls
 
 
 class _Decoded(DynamicCache):
@@ -54,7 +61,7 @@ class _Decoded(DynamicCache):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("chunks", [[1], [7]], ids=["decode", "chunk"])
 def test_attention_equals_full_attention_over_decoded_states(
-    name, is_padded, attention, chunks, tiny_model, make_ids, left_pad, run
+    name, is_padded, attention, chunks, path, kernel_calls, tiny_model, make_ids, left_pad, run
 ):
     model = tiny_model("llama")
     model.set_attn_implementation(attention)
@@ -66,20 +73,43 @@ def test_attention_equals_full_attention_over_decoded_states(
     oracle = _Decoded(cache, model.config)
     got = run(model, cache, ids[:, LENGTH:], mask)
     torch.testing.assert_close(got, run(model, oracle, ids[:, LENGTH:], mask), rtol=1e-4, atol=1e-5)
+    is_served = path == "kernel" and attention == "sdpa" and chunks == [1]
+    assert len(kernel_calls) == (2 if is_served else 0)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
-@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-def test_fused_attention_equals_full_attention(name, is_padded, tiny_model, make_ids, left_pad, run, fused_kernels):
-    model = tiny_model("llama")
-    ids, mask = left_pad(make_ids(3, 200), [200, 90, 77] if is_padded else [10**6] * 3)
-    mask = mask if is_padded else None
-    cache = make_cache(model, name, **OPTIONS)
-    run(model, cache, ids[:, :-1], None if mask is None else mask[:, :-1])
-    assert cache.layers[0].coded_length >= 80
+@pytest.mark.parametrize("name", ["fp8", "turboquant", "nf4"])
+def test_codecs_of_other_groups_are_read_in_place(name, path, kernel_calls, tiny_model, make_ids, left_pad, run):
+    if name == "nf4":
+        pytest.importorskip("bitsandbytes")
+    model = tiny_model("llama", head_dim=64)
+    ids, mask = left_pad(make_ids(2, 200), [200, 190])
+    cache = make_cache(model, name, residual_length=24, num_sink_tokens=4)
+    run(model, cache, ids[:, :-1], mask[:, :-1])
+    assert cache.layers[0].coded_length >= 128
     oracle = _Decoded(cache, model.config)
     got = run(model, cache, ids[:, -1:], mask)
     torch.testing.assert_close(got, run(model, oracle, ids[:, -1:], mask), rtol=1e-4, atol=1e-5)
+    assert len(kernel_calls) == (2 if path == "kernel" else 0)
+
+
+def test_the_kernel_reads_the_groups_of_beams_where_they_lie(kernel, tiny_model, make_ids, monkeypatch):
+    """Beams that crossed over share some groups and own others: no plane of the groups is copied for a step."""
+    model, ids = tiny_model("llama"), make_ids(2, LENGTH)
+    hf_kvcache.enable()
+    arguments = {"max_new_tokens": TOKENS, "do_sample": False, "num_beams": 4, "cache_implementation": "int8"}
+    arguments |= {"cache_config": OPTIONS | {"block_size": 3}}
+    materialize = BlockTable.materialize
+
+    def only_the_tail(self, begin=None):
+        assert self.arena.block_size == 3, "encoded groups were gathered"
+        return materialize(self, begin)
+
+    monkeypatch.setattr(BlockTable, "materialize", only_the_tail)
+    got = model.generate(ids, **arguments)
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "warn_of_no_library", lambda: None)
+    assert torch.equal(got, model.generate(ids, **arguments))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2", "fp8", "turboquant"])
@@ -226,8 +256,8 @@ def test_bad_options_name_what_is_allowed(tiny_model):
         make_cache(model, "int4", key_bits=5)
     with pytest.raises(ValueError, match=r"q_group_size=64 does not divide the head dimension 16: choose from \[16\]"):
         make_cache(model, "int4")
-    with pytest.raises(ValueError, match="'int4' and 'sliding_window' do not compose: a window holds"):
-        make_cache(model, "int4+sliding_window")
+    with pytest.raises(ValueError, match="'int4' and 'int8' do not compose: both decide the encoding"):
+        make_cache(model, "int4+int8")
     with pytest.raises(ValueError, match=r"'nf4' needs a head dimension that 32 divides, not 16"):
         make_cache(model, "nf4")
     with pytest.raises(NotImplementedError, match="int4 cannot serve layer 0: DeepseekV3Attention changes"):
@@ -240,19 +270,15 @@ def test_missing_bitsandbytes_names_the_command(tiny_model, monkeypatch):
         make_cache(tiny_model("llama", head_dim=32), "nf4")
 
 
-def test_without_a_compiler_one_warning_and_the_same_result(tiny_model, make_ids, run, fused_kernels, monkeypatch):
-    from hf_kvcache.kernels import packed
-
+def test_without_a_compiler_one_warning_and_the_same_result(kernel, tiny_model, make_ids, run, monkeypatch):
     model, ids = tiny_model("llama"), make_ids(1, LENGTH + 8)
-
-    def broken(*args):
-        raise torch._dynamo.exc.TorchDynamoException("no compiler here")
-
     expected = run(model, make_cache(model, "int4", **OPTIONS), ids, chunks=[LENGTH] + [1] * 8)
-    monkeypatch.setattr(compiled.torch, "compile", lambda function, **_: broken)
-    packed._key_kernel.cache_clear()
+    monkeypatch.setattr(native, "_library", lambda: (None, "no compiler here"))
+    native.warn_of_no_library.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = run(model, make_cache(model, "int4", **OPTIONS), ids, chunks=[LENGTH] + [1] * 8)
-    assert [str(w.message)[:26] for w in caught] == ["hf_kvcache cannot compile "]
+    native.warn_of_no_library.cache_clear()
+    (warning,) = caught
+    assert str(warning.message).startswith("hf_kvcache cannot compile its decode kernel here (no compiler here)")
     torch.testing.assert_close(got, expected)

@@ -211,8 +211,8 @@ def test_cache_positions_turn_kept_keys_next_to_the_newer_tokens(policy, batch, 
         held, begin = layer.held(), layer.table.start
         for row in range(3):
             for head in range(2):
-                kept = (held.slots[row, head, : layer.kept["older"].counts.max() + 15] >= 0) & (
-                    held.slots[row, head, : layer.kept["older"].counts.max() + 15] < begin
+                kept = (held.slots[row, head, : layer.kept.stores["older"].counts.max() + 15] >= 0) & (
+                    held.slots[row, head, : layer.kept.stores["older"].counts.max() + 15] < begin
                 )
                 slots = held.slots[row, head, : len(kept)][kept]
                 original = whole.layers[0].keys[row, head, slots]
@@ -276,7 +276,7 @@ def test_heads_keep_other_numbers_of_tokens(make_ids, tiny_model, run):
     cache = make_cache(model, "adakv", keep_ratio=0.3, safeguard=0.0)
     run(model, cache, ids)
     cache.compress()
-    counts = np.stack([layer.kept["older"].counts for layer in evicting_layers(cache.layers)])
+    counts = np.stack([layer.kept.stores["older"].counts for layer in evicting_layers(cache.layers)])
     assert len(np.unique(counts)) > 1
     assert (counts.sum(axis=-1) == 2 * (60 - 16)).all()
 
@@ -286,21 +286,21 @@ def test_rows_share_what_they_keep_until_few_are_left(make_ids, tiny_model, run)
     for policy in ("keydiff", "adakv"):
         cache = fill_and_compress(model, run, policy, ids, None)
         copied, layer = copy.deepcopy(cache), evicting_layers(cache.layers)[0]
-        kept = layer.kept["older"]
+        kept = layer.kept.stores["older"]
         for rows in ([2, 0, 2], [0, 0, 1, 2], [2, 2, 2]):
             index = torch.tensor(rows)
             cache.reorder_cache(index)
-            is_shared = layer.kept["older"] is kept
+            is_shared = layer.kept.stores["older"] is kept
             for each in evicting_layers(copied.layers):  # without sharing: all rows copied
-                each.kept_rows = each.kept_rows[rows]
-                each._take_kept(each.kept_rows)
+                each.kept.rows = each.kept.rows[rows]
+                each.kept._take(each.context.pool(each.device), each.kept.rows)
                 each.table.select_rows(np.array(rows))
                 each.first_slot = each.first_slot[index]
-                each.kept_rows = np.arange(len(rows))
+                each.kept.rows = np.arange(len(rows))
             step = torch.full((len(rows), 1), 5)
             torch.testing.assert_close(run(model, cache, step), run(model, copied, step), **CLOSE)
             assert is_shared == (rows != [2, 2, 2])
-        assert layer.kept["older"].num_rows == 1
+        assert layer.kept.stores["older"].num_rows == 1
 
 
 def test_crop_reaches_back_to_what_was_kept_and_no_further(make_ids, tiny_model, run):

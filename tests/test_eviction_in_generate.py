@@ -1,5 +1,6 @@
 """Eviction inside `generate()`: at the end of a prompt, between its chunks, while decoding, in every kind of search."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,11 +109,11 @@ def test_beams_equal_beams_that_share_nothing(policy, when, batch, tiny_model, m
     search = {"num_beams": 3, "num_return_sequences": 2, **GREEDY}
     shared = model.generate(ids, **named, **search)
 
-    def copy_rows(self, rows):
-        self._take_kept(rows)
-        self.kept_rows = torch.arange(len(rows)).numpy()
+    def copy_rows(self, pool, rows):
+        self._take(pool, self.rows[rows])
+        self.rows = np.arange(len(rows))
 
-    monkeypatch.setattr("hf_kvcache.evicting_layer.EvictingLayer._select_kept", copy_rows)
+    monkeypatch.setattr("hf_kvcache.kept.Kept.select_rows", copy_rows)
     assert torch.equal(model.generate(ids, **named, **search), shared)
 
 

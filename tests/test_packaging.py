@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_kvcache.kernels import native
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -41,7 +43,13 @@ def test_every_package_has_an_init():
 def test_data_files_exist(setup_cfg):
     for package, patterns in setup_cfg["options.package_data"].items():
         for pattern in patterns.split(","):
-            assert list((ROOT / package).glob(pattern.strip())), f"{pattern} matches nothing in {package}"
+            folder = ROOT / package.replace(".", "/")
+            assert list(folder.glob(pattern.strip())), f"{pattern} matches nothing in {package}"
+
+
+def test_the_kernel_is_hashed_and_shipped_whole():
+    folder = ROOT / "hf_kvcache" / "kernels"
+    assert {path.name for suffix in ("*.cpp", "*.h") for path in folder.glob(suffix)} == set(native._SOURCES)
 
 
 def test_patches_is_importable_under_its_name_only():
@@ -76,7 +84,8 @@ def test_the_wheel_contains_the_library_and_nothing_else(setup_cfg, tmp_path):
         (top_level,) = [name for name in names if name.endswith("top_level.txt")]
         assert archive.read(top_level).decode().split() == ["hf_kvcache"]
     assert "hf_kvcache/patches/__init__.py" in names
-    assert "hf_kvcache/py.typed" in names
+    assert {"hf_kvcache/py.typed", "hf_kvcache/calibration/text.txt"} <= names
+    assert {f"hf_kvcache/kernels/{name}" for name in native._SOURCES} <= names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hf_kvcache"}
     expected = {f"{package.replace('.', '/')}/__init__.py" for package in lines(setup_cfg["options"]["packages"])}

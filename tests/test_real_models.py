@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import hf_kvcache
-from hf_kvcache import CACHE_ARG, make_cache
+from hf_kvcache import CACHE_ARG, load_cache, make_cache
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -109,3 +109,20 @@ def test_a_window_generates_with_bounded_memory(real_model):
         assert {layer.stored_length for layer in cache.layers} == {64}
     assert max(reserved) <= 1.1 * min(reserved)
     assert ids.shape[1] == 280
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cache_name", ["blocks", "fp8"])
+def test_a_saved_conversation_goes_on_with_the_same_bits(cache_name, name, real_model, tmp_path):
+    model, tokenizer = real_model(name)
+    cache = make_cache(model, cache_name)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    ids = model.generate(ids_of(tokenizer, 600), **options, **{CACHE_ARG: cache})
+    cache.save(tmp_path / "chat")
+    assert 0 < (tmp_path / "chat").stat().st_size - cache.report().stored_bytes < 120_000
+    turn = torch.cat([ids, ids_of(tokenizer, 9, skip=700)], dim=1)
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    loaded = load_cache(model, tmp_path / "chat")
+    one, other = (model.generate(turn, **options, **{CACHE_ARG: each}) for each in (cache, loaded))
+    assert torch.equal(one.sequences, other.sequences)
+    assert all(torch.equal(*pair) for pair in zip(one.logits, other.logits, strict=True))

@@ -16,12 +16,13 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import KVCache, make_cache
+from ..build import make_cache
+from ..cache import KVCache
 from ..compat import CACHE_ARG
 from ..report import format_bytes, measure
-from .labels import model_label
+from .labels import cache_label, model_label
 from .peak import peak_growth
-from .peers import PEERS, build_peer, check_peer, peer_label
+from .peers import PEERS, build_peer, peer_label
 
 WARM_UP_STEPS = 2
 
@@ -85,7 +86,7 @@ def bench_decode(
     *,
     contexts: Sequence[int] = (1024, 8192),
     steps: int = 20,
-    caches: Sequence[str] = ("blocks", "static"),
+    caches: Sequence[tuple[str, dict[str, Any]]] = (("blocks", {}), ("static", {})),
     progress: Callable[[str], None] | None = None,
 ) -> DecodeBench:
     """Measure decode steps at each context length (tokens), DynamicCache and `caches` in turn.
@@ -94,7 +95,8 @@ def bench_decode(
         model: where the caches are used.
         contexts: tokens in the cache when the measured steps begin.
         steps: measured steps of each cache, after two that are not counted.
-        caches: names of ours; "static", a StaticCache of the exact size; "quantized", transformers' QuantizedCache.
+        caches: pairs of a name and its options: ours; "static", a StaticCache of the exact size; "quantized",
+            transformers' QuantizedCache. What evicts has evicted before the first step.
         progress: called with a line of text before each part.
 
     Raises:
@@ -102,14 +104,15 @@ def bench_decode(
     """
     if steps < 1 or not contexts or min(contexts) < 2:
         raise ValueError(f"steps={steps} and contexts={list(contexts)} must be at least 1 step and 2 tokens.")
-    names = ["dynamic", *(name for name in caches if name != "dynamic")]
-    for name in names:
-        check_peer(name)
+    chosen = {
+        peer_label(name) if name in PEERS else cache_label(name, options): (name, options) for name, options in caches
+    }
+    chosen = {"dynamic": ("dynamic", {})} | chosen
     rows: list[DecodeRow] = []
     for context in contexts:
         if progress:
-            progress(f"{context:,} tokens: filling {len(names)} caches")
-        rows += _bench_context(model, names, context, steps)
+            progress(f"{context:,} tokens: filling {len(chosen)} caches")
+        rows += _bench_context(model, chosen, context, steps)
         gc.collect()
     return DecodeBench(
         model=model_label(model),
@@ -122,41 +125,43 @@ def bench_decode(
 
 
 @torch.no_grad()
-def _bench_context(model: PreTrainedModel, names: list[str], context: int, steps: int) -> list[DecodeRow]:
+def _bench_context(
+    model: PreTrainedModel, chosen: dict[str, tuple[str, dict[str, Any]]], context: int, steps: int
+) -> list[DecodeRow]:
     total = steps + WARM_UP_STEPS + 1
     token = torch.full((1, 1), 5, device=model.device)
     built, peaks, stored = {}, {}, 0
     _step(model, DynamicCache(), token)  # what the first forward of a process allocates for good is nobody's peak
-    for name in names:
-        built[name] = _fill(model, _build(model, name, context + total), context)
-        held = measure(built[name])
+    for label, (name, options) in chosen.items():
+        built[label] = _fill(model, _build(model, name, options, context + total), context)
+        held = measure(built[label])
         if name == "dynamic":
             stored = held
-        grown = peak_growth(lambda cache=built[name]: _step(model, cache, token), model.device)
-        peaks[name] = None if grown is None else held + grown
-    times: dict[str, list[float]] = {name: [] for name in names}
+        grown = peak_growth(lambda cache=built[label]: _step(model, cache, token), model.device)
+        peaks[label] = None if grown is None else held + grown
+    times: dict[str, list[float]] = {label: [] for label in chosen}
     for _ in range(steps + WARM_UP_STEPS):
-        for name in names:
-            times[name].append(_timed(lambda cache=built[name]: _step(model, cache, token), model.device))
-    medians = {name: statistics.median(values[WARM_UP_STEPS:]) for name, values in times.items()}
+        for label, cache in built.items():
+            times[label].append(_timed(lambda cache=cache: _step(model, cache, token), model.device))
+    medians = {label: statistics.median(values[WARM_UP_STEPS:]) for label, values in times.items()}
     return [
         DecodeRow(
-            cache=peer_label(name),
+            cache=label,
             context=context,
-            step_s=medians[name],
-            worst_step_s=max(times[name][WARM_UP_STEPS:]),
-            vs_dynamic=medians[name] / medians["dynamic"],
-            vs_static=medians[name] / medians["static"] if "static" in medians else None,
-            held_bytes=measure(built[name]),
-            peak_bytes=peaks[name],
+            step_s=medians[label],
+            worst_step_s=max(times[label][WARM_UP_STEPS:]),
+            vs_dynamic=medians[label] / medians["dynamic"],
+            vs_static=medians[label] / medians["static"] if "static" in medians else None,
+            held_bytes=measure(built[label]),
+            peak_bytes=peaks[label],
             stored_bytes=stored,
         )
-        for name in names
+        for label in chosen
     ]
 
 
-def _build(model: PreTrainedModel, name: str, length: int) -> Cache:
-    return build_peer(model, name, length) if name in PEERS else make_cache(model, name)
+def _build(model: PreTrainedModel, name: str, options: dict[str, Any], length: int) -> Cache:
+    return build_peer(model, name, length) if name in PEERS else make_cache(model, name, **options)
 
 
 def _fill(model: PreTrainedModel, cache: Cache, context: int) -> Cache:
@@ -173,6 +178,8 @@ def _fill(model: PreTrainedModel, cache: Cache, context: int) -> Cache:
                 cache.layers[layer].fill(keys, values)
             else:
                 cache.update(keys, values, layer)
+    if isinstance(cache, KVCache) and cache.evicts:
+        cache.compress(torch.randint(config.vocab_size, (1, context), generator=generator).to(model.device))
     return cache
 
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import make_cache
+from ..build import make_cache
+from ..cache import KVCache
 from ..compat import CACHE_ARG
 from .forced import step_length
 from .labels import cache_label, model_label
@@ -127,4 +128,6 @@ def _log_probs(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, prefix: 
     for start, stop in pairwise(edges):
         logits = model(ids[:, start:stop], use_cache=True, **{CACHE_ARG: cache}).logits[0]
         parts.append((logits[-1:] if start == 0 else logits).float().log_softmax(-1))
+        if start == 0 and isinstance(cache, KVCache) and cache.evicts:
+            cache.compress(ids[:, :prefix])
     return torch.cat(parts)

@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..cache import KVCache, make_cache
+from ..build import make_cache
+from ..cache import KVCache
 from ..compat import CACHE_ARG
 from ..report import measure
 from .forced import forced_logits
@@ -126,7 +127,8 @@ def ask_unseen(model: PreTrainedModel, build: Callable[[], Cache], sample: Sampl
     context = torch.tensor([sample.context], device=model.device)
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(context, use_cache=True, **{CACHE_ARG: cache}, **last)
-    compress_context(cache, context)
+    if isinstance(cache, KVCache) and cache.evicts:
+        cache.compress(context)
     held = measure(cache)
     # transformers' caches cannot all repeat a sequence: those are asked one question after the other.
     batches = [sample.questions] if isinstance(cache, KVCache) else [(question,) for question in sample.questions]
@@ -173,17 +175,6 @@ def ask_seen(model: PreTrainedModel, build: Callable[[], Cache], sample: Sample)
 
 
 PROTOCOLS: dict[str, Callable[..., list[Score]]] = {"unseen": ask_unseen, "seen": ask_seen}
-
-
-def compress_context(cache: Cache, input_ids: torch.Tensor) -> None:
-    """Tell a cache that compresses a finished context that it is finished; others have no `compress` to call.
-
-    In `generate()` such a cache compresses at the end of the prompt by itself. After plain forward calls with
-    `input_ids` `[B, T]` it cannot know that no more will come.
-    """
-    compress = getattr(cache, "compress", None)
-    if compress is not None:
-        compress(input_ids)
 
 
 def score_answer(logits: torch.Tensor, question: Question, held_bytes: int) -> Score:

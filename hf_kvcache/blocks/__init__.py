@@ -7,6 +7,7 @@ Paper: Kwon et al. 2023, PagedAttention, https://arxiv.org/abs/2309.06180.
 
 from .arena import Arena
 from .pool import BlockPool
+from .stored import load_table, table_state
 from .table import BlockTable
 
-__all__ = ["Arena", "BlockPool", "BlockTable"]
+__all__ = ["Arena", "BlockPool", "BlockTable", "load_table", "table_state"]

@@ -186,6 +186,8 @@ class BlockTable:
     @property
     def device_ids(self) -> torch.Tensor:
         """`block_ids` on the arena's device, copied there when they have changed."""
+        if self.arena.pool.device.type == "cpu":
+            return torch.from_numpy(self.block_ids)  # the same memory
         if self._device_ids is None:
             self._device_ids = torch.from_numpy(self.block_ids).to(self.arena.pool.device)
         return self._device_ids

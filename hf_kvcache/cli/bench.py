@@ -32,7 +32,10 @@ def decode(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps a cache and context.")] = 32,
     caches: Annotated[
         str,
-        typer.Option("--caches", help="Caches to measure, comma-separated; transformers' static and quantized too."),
+        typer.Option(
+            "--caches",
+            help="Caches to measure, comma-separated; options as int4:q_group_size=32:...; static and quantized too.",
+        ),
     ] = "blocks,static",
     dtype: DtypeName = Dtype.float32,
     device: Device = None,
@@ -41,21 +44,17 @@ def decode(
 ) -> None:
     """Time a decode step of each cache, as a ratio to the default cache."""
     lengths = parse_integers(contexts, "--contexts")
-    names = [name.strip() for name in caches.split(",") if name.strip()]
-    if not names:
-        raise ValueError("--caches is empty: name at least one, like --caches blocks,static.")
-    set_threads(threads)
-    from hf_kvcache import registry
     from hf_kvcache.bench.decode import bench_decode
     from hf_kvcache.bench.peers import PEERS, check_peer
 
-    for name in names:
-        if name in PEERS:
-            check_peer(name)
-        else:
-            registry.resolve(name, {})
+    chosen = _parse_caches(caches, peers=PEERS)
+    if not chosen:
+        raise ValueError("--caches is empty: name at least one, like --caches blocks,static.")
+    for name, _ in chosen:
+        check_peer(name)
+    set_threads(threads)
     loaded, _ = load(model, dtype, device)
-    result = bench_decode(loaded, contexts=lengths, steps=steps, caches=names, progress=remark)
+    result = bench_decode(loaded, contexts=lengths, steps=steps, caches=chosen, progress=remark)
     if as_json:
         show_json(result.to_dict())
     else:
@@ -145,14 +144,15 @@ def recall(
         show(result.table())
 
 
-def _parse_caches(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and options, checked."""
+def _parse_caches(text: str, peers: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Names and options, checked; `peers` are names of transformers' caches that are taken as they are."""
     from hf_kvcache import registry
 
     chosen = []
     for part in filter(None, map(str.strip, text.split(","))):
         name, *settings = part.split(":")
         options = parse_settings(settings)
-        registry.resolve(name, options)
+        if name not in peers:
+            registry.resolve(name, options)
         chosen.append((name, options))
     return chosen

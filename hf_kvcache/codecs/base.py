@@ -1,4 +1,4 @@
-"""What a codec is: keys and values of a group of tokens to small tensors and back, and attention on that form."""
+"""What a codec is: keys and values of a group of tokens to small tensors and back, and how those tensors lie."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -14,6 +14,35 @@ class Shape(NamedTuple):
     num_heads: int
     dim: int
     dtype: torch.dtype
+
+
+class StoredForm(NamedTuple):
+    """How the planes of a codec hold the `[G, D]` values of a group of tokens, so that attention can read them there.
+
+    A value is `code * scale + zero`, then times `rotation`, plus `mean`. G is a multiple of 16.
+
+    Attributes:
+        planes: what each of the codec's planes is, in their order. "codes": `[G, D]` elements, packed along the
+            channels (`codecs.packing`); `[D, G]`, packed along the tokens, if `by_channel`. "high": the third bits of
+            3-bit codes, packed apart. "scale": float16 `[G, D / block]`; `[D]` if `by_channel`. "zero": as "scale"; of
+            values, and of keys `by_channel`. "mean": float16 `[D]`, of keys.
+        element: "codes", which stand for entries of `table`; "int8", unsigned; or "float8", e4m3, not `by_channel`.
+        bits: of an element: 2, 3 (not `by_channel`), 4 or 8.
+        dim: D.
+        block: channels that share a scale; divides D, and 16 divides it.
+        by_channel: whether a scale and a zero point belong to a channel of the group instead of a token; of keys.
+        table: float32 `[16]`, what codes stand for, repeated to fill it.
+        rotation: float32 `[D, D]`, orthogonal, or None.
+    """
+
+    planes: tuple[str, ...]
+    element: str
+    bits: int
+    dim: int
+    block: int
+    by_channel: bool = False
+    table: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None
 
 
 class Codec(ABC):
@@ -36,18 +65,6 @@ class Codec(ABC):
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         """The `[B, H, n * group_length, D]` values that `encoded` stands for."""
 
-
-class FusedKeyCodec(Codec):
-    """A codec whose stored keys can be multiplied by a query without decoding them first."""
-
-    @abstractmethod
-    def scores(self, query: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        """`query` `[B, H, M, D]` times the stored keys: `[B, H, M, n * group_length]`, float32."""
-
-
-class FusedValueCodec(Codec):
-    """A codec whose stored values can be summed by weight without decoding them first."""
-
-    @abstractmethod
-    def mix(self, weights: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        """`weights` `[B, H, M, n * group_length]` times the stored values: `[B, H, M, D]`, float32."""
+    def stored_form(self, shape: Shape) -> StoredForm | None:
+        """The layout that a decode step reads in place, or None: then groups are decoded, a slice at a time."""
+        return None

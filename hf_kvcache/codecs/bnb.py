@@ -1,16 +1,19 @@
 """The 4-bit codebooks of bitsandbytes: NF4 for normally distributed values, FP4.
 
 Stores 4.25 bits a value: a code, and a float16 largest magnitude for each 64 channels of a token. NF4 is the better of
-the two here. Needs the extra `bnb`; works wherever bitsandbytes has a backend (CPU and CUDA among them).
+the two here. bitsandbytes encodes; its codes are packed again as those of our other codecs, for one kernel to read all.
+Needs the extra `bnb`; works wherever bitsandbytes has a backend (CPU and CUDA among them).
 Paper: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314 (section 3).
 """
 
+import functools
 import importlib.util
 
 import torch
 
 from ..blocks.arena import Plane
-from .base import Codec, Shape
+from .base import Codec, Shape, StoredForm
+from .packing import pack, unpack
 
 GROUP_LENGTH = 32
 _BLOCK = 64
@@ -27,6 +30,14 @@ def check_usable(name: str, head_dim: int) -> None:
         raise ValueError(f"cache {name!r} needs a head dimension that 32 divides, not {head_dim}: use 'int4'.")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(f"cache {name!r} needs bitsandbytes: install it with pip install 'hf_kvcache[bnb]'.")
+
+
+@functools.cache
+def _levels(quant_type: str) -> torch.Tensor:
+    """What each of the 16 codes stands for."""
+    from bitsandbytes.functional import get_4bit_type
+
+    return get_4bit_type(quant_type, device="cpu")
 
 
 class BitsAndBytesCodec(Codec):
@@ -56,26 +67,27 @@ class BitsAndBytesCodec(Codec):
     def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
         from bitsandbytes.functional import quantize_4bit
 
-        rows, heads, tokens, dim = states.shape
+        rows, heads, _, dim = states.shape
         block = self._block(dim)
         flat = states.float().contiguous().view(-1)
         codes, state = quantize_4bit(flat, blocksize=block, quant_type=self.quant_type)
-        shape = (rows, heads, tokens // self.group_length)
-        return [codes.view(*shape, -1), state.absmax.half().view(*shape, -1)]
+        # Theirs are pairs of neighbours, the first in the higher bits; ours are segments of a token's channels.
+        codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(rows, heads, -1, self.group_length, dim)
+        return [pack(codes, 4).flatten(-2), state.absmax.half().view(*codes.shape[:3], -1)]
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
-        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
-
         codes, absmax = encoded
-        rows, heads, groups = codes.shape[:3]
-        block = self._block(shape.dim)
-        state = QuantState(
-            absmax=absmax.float().contiguous().view(-1),
-            shape=torch.Size((codes.numel() * 2,)),
-            code=get_4bit_type(self.quant_type, device=codes.device, blocksize=block),
-            blocksize=block,
-            quant_type=self.quant_type,
-            dtype=torch.float32,
+        unpacked = unpack(codes.unflatten(-1, (self.group_length, -1)), 4)  # [B, H, n, G, D]
+        blocks = _levels(self.quant_type).to(codes.device)[unpacked.int()].unflatten(-1, (-1, self._block(shape.dim)))
+        states = blocks * absmax.float().unflatten(-1, blocks.shape[3:5]).unsqueeze(-1)
+        return states.flatten(-2).flatten(2, 3).to(shape.dtype)
+
+    def stored_form(self, shape: Shape) -> StoredForm:
+        return StoredForm(
+            planes=("codes", "scale"),
+            element="codes",
+            bits=4,
+            dim=shape.dim,
+            block=self._block(shape.dim),
+            table=_levels(self.quant_type),
         )
-        flat = dequantize_4bit(codes.contiguous().view(-1, 1), state)
-        return flat.view(rows, heads, groups * self.group_length, shape.dim).to(shape.dtype)

@@ -8,7 +8,7 @@ Paper: Micikevicius et al. 2022, FP8 formats for deep learning, https://arxiv.or
 import torch
 
 from ..blocks.arena import Plane
-from .base import Codec, Shape
+from .base import Codec, Shape, StoredForm
 
 GROUP_LENGTH = 32
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -35,3 +35,6 @@ class Fp8Codec(Codec):
         values, scale = encoded
         grouped = values.unflatten(-1, (self.group_length, -1)).float() * scale.float().unsqueeze(-1)
         return grouped.flatten(2, 3).to(shape.dtype)
+
+    def stored_form(self, shape: Shape) -> StoredForm:
+        return StoredForm(planes=("codes", "scale"), element="float8", bits=8, dim=shape.dim, block=shape.dim)

@@ -7,12 +7,13 @@ Paper: Liu et al. 2024, KIVI, https://arxiv.org/abs/2402.02750 (section 3).
 Differs from the paper: ranges may be shrunk where that lowers the squared error (`clip_search`), and sinks are exact.
 """
 
+import functools
+
 import torch
 
 from ..blocks.arena import Plane
-from ..kernels.packed import key_products, value_products
-from .base import Codec, FusedKeyCodec, FusedValueCodec, Shape
-from .packing import pack, unpack
+from .base import Codec, Shape, StoredForm
+from .packing import fill_table, pack, unpack
 
 # Shrunken ranges that are tried; the best by squared error is kept.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
@@ -39,7 +40,14 @@ def quantize(states: torch.Tensor, nbits: int, shrinks: tuple[float, ...]) -> tu
     return codes.to(torch.uint8), scale.half().squeeze(-1), zero.half().squeeze(-1)
 
 
+@functools.cache
+def _table(nbits: int) -> torch.Tensor:
+    return fill_table(torch.arange(2.0**nbits))
+
+
 class _IntegerCodec(Codec):
+    is_by_channel: bool
+
     def __init__(self, nbits: int, *, group_length: int, q_group_size: int, clip_search: bool):
         self.nbits = nbits
         self.group_length = group_length
@@ -55,9 +63,22 @@ class _IntegerCodec(Codec):
             Plane(shape.num_heads, ranges, torch.float16),
         )
 
+    def stored_form(self, shape: Shape) -> StoredForm:
+        return StoredForm(
+            planes=("codes", "scale", "zero"),
+            element="int8" if self.nbits == 8 else "codes",
+            bits=self.nbits,
+            dim=shape.dim,
+            block=self.q_group_size,
+            by_channel=self.is_by_channel,
+            table=None if self.nbits == 8 else _table(self.nbits),
+        )
 
-class KeyIntegerCodec(_IntegerCodec, FusedKeyCodec):
+
+class KeyIntegerCodec(_IntegerCodec):
     """A range for each channel over `q_group_size` tokens: codes `[D, tokens]`, scale and zero point `[D]` a group."""
+
+    is_by_channel = True
 
     def __init__(self, nbits: int, *, q_group_size: int, clip_search: bool):
         super().__init__(nbits, group_length=q_group_size, q_group_size=q_group_size, clip_search=clip_search)
@@ -73,19 +94,11 @@ class KeyIntegerCodec(_IntegerCodec, FusedKeyCodec):
         states = grouped * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
         return states.transpose(-1, -2).flatten(2, 3).to(shape.dtype)
 
-    def scores(self, query: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        codes, scale, zero = (plane.flatten(0, 1) for plane in encoded)
-        rows = query.flatten(0, 1).float()  # [B * H, M, D]
-        # The scale is folded into the query and the zero point is one product a group.
-        scaled = rows.unsqueeze(2) * scale.float().unsqueeze(1)  # [B * H, M, n, D]
-        bias = torch.matmul(rows, zero.float().transpose(-1, -2)).unsqueeze(-1)  # [B * H, M, n, 1]
-        packed = codes.unflatten(-1, (query.shape[-1], -1))
-        products = key_products(scaled, packed, self.nbits)
-        return (products + bias).flatten(-2).unflatten(0, query.shape[:2])
 
-
-class ValueIntegerCodec(_IntegerCodec, FusedValueCodec):
+class ValueIntegerCodec(_IntegerCodec):
     """A range for each token over `q_group_size` channels: codes `[tokens, D]` and ranges `[tokens, D / group]`."""
+
+    is_by_channel = False
 
     def __init__(self, nbits: int, *, group_length: int, q_group_size: int, clip_search: bool):
         super().__init__(nbits, group_length=group_length, q_group_size=q_group_size, clip_search=clip_search)
@@ -100,11 +113,3 @@ class ValueIntegerCodec(_IntegerCodec, FusedValueCodec):
         grouped = unpack(codes, self.nbits).float().unflatten(-1, (-1, self.q_group_size))
         states = grouped * scale.float().unsqueeze(-1) + zero.float().unsqueeze(-1)
         return states.flatten(-2).flatten(2, 3).to(shape.dtype)
-
-    def mix(self, weights: torch.Tensor, encoded: list[torch.Tensor]) -> torch.Tensor:
-        # [B * H, T, *]: groups of tokens follow each other, so a token is a row.
-        codes, scale, zero = (p.unflatten(-1, (self.group_length, -1)).flatten(2, 3).flatten(0, 1) for p in encoded)
-        rows = weights.flatten(0, 1).float()  # [B * H, M, T]
-        offset = torch.matmul(rows, zero.float()).repeat_interleave(self.q_group_size, dim=-1)  # [B * H, M, D]
-        scaled = rows.unsqueeze(2) * scale.float().transpose(-1, -2).unsqueeze(1)  # [B * H, M, D / group, T]
-        return (value_products(scaled, codes, self.nbits) + offset).unflatten(0, weights.shape[:2])

@@ -23,3 +23,8 @@ def unpack(packed: torch.Tensor, nbits: int) -> torch.Tensor:
         return packed
     shifts = range(0, 8, nbits)
     return torch.stack([(packed >> shift) & (2**nbits - 1) for shift in shifts], dim=-2).flatten(-2)
+
+
+def fill_table(levels: torch.Tensor) -> torch.Tensor:
+    """What codes of up to 4 bits stand for, `[2 ** nbits]`, repeated to `[16]`: higher bits do not change the entry."""
+    return levels.float().cpu().repeat(16 // len(levels))

@@ -6,6 +6,7 @@ from typing import Any
 from ..rotary import Rotary
 from .adakv import AdaKV
 from .base import Policy
+from .blend import Blend
 from .duo_attention import DuoAttention
 from .expected_attention import ExpectedAttention
 from .h2o import H2O
@@ -81,6 +82,8 @@ def build_policy(
         case "pyramidkv":
             scorer = build_policy(options["scorer"], options, **place)
             return PyramidKV(scorer, beta=options["beta"], layer=layer, num_layers=num_layers)
+        case "blend":
+            return Blend([build_policy(scorer, options, **place) for scorer in options["scorers"]])
         case "adakv":
             return AdaKV(build_policy(options["scorer"], options, **place), safeguard=options["safeguard"])
     raise ValueError(f"unknown policy {name!r}")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..layer_state import LayerState
 from .selection import best_of_each_head
 
 
@@ -74,6 +75,14 @@ class Observer(ABC):
 
     @abstractmethod
     def clear(self) -> None: ...
+
+    @abstractmethod
+    def state(self) -> LayerState:
+        """Everything remembered, as plain tensors and integers."""
+
+    @abstractmethod
+    def load_state(self, state: LayerState) -> None:
+        """Become what gave `state`."""
 
 
 class Policy(ABC):

@@ -2,9 +2,11 @@
 
 import torch
 
+from ..layer_state import LayerState
 from ..rotary import Rotary
 from .base import Held, Observer, Queries
 
+_MOMENTS = ("count", "total", "squares")
 # Attention weights exist for so many queries at a time.
 _QUERIES_AT_A_TIME = 256
 
@@ -55,10 +57,19 @@ class QueryWindow(Observer):
     def forget(self, count: int) -> None:
         if self.queries is not None:
             states, start = self.queries
-            self.queries = Queries(states[:, :, : max(0, states.shape[2] - count)], start)
+            self.queries = Queries(states[:, :, : max(0, states.shape[2] - count)].clone(), start)
 
     def clear(self) -> None:
         self.queries: Queries | None = None
+
+    def state(self) -> LayerState:
+        if self.queries is None:
+            return LayerState()
+        return LayerState({"queries": self.queries.states}, {"start": self.queries.start})
+
+    def load_state(self, state: LayerState) -> None:
+        if state.tensors:
+            self.queries = Queries(state.tensors["queries"], state.numbers["start"])
 
 
 class QueryMoments(Observer):
@@ -109,6 +120,13 @@ class QueryMoments(Observer):
     def clear(self) -> None:
         self._sums: tuple[torch.Tensor, ...] | None = None
 
+    def state(self) -> LayerState:
+        return LayerState({} if self._sums is None else dict(zip(_MOMENTS, self._sums, strict=True)))
+
+    def load_state(self, state: LayerState) -> None:
+        if state.tensors:
+            self._sums = tuple(state.tensors[name] for name in _MOMENTS)
+
 
 class AttentionSums(Observer):
     """The attention that each held token has received from all queries so far, float32 `[B, Hkv, n]`."""
@@ -145,7 +163,7 @@ class AttentionSums(Observer):
     def forget(self, count: int) -> None:
         # What their queries gave to other tokens stays.
         if self._sums is not None:
-            self._sums = self._sums[..., : max(0, self._sums.shape[-1] - count)]
+            self._sums = self._sums[..., : max(0, self._sums.shape[-1] - count)].clone()
 
     def select_rows(self, index: torch.Tensor) -> None:
         if self._sums is not None:
@@ -157,3 +175,9 @@ class AttentionSums(Observer):
 
     def clear(self) -> None:
         self._sums: torch.Tensor | None = None
+
+    def state(self) -> LayerState:
+        return LayerState({} if self._sums is None else {"sums": self._sums})
+
+    def load_state(self, state: LayerState) -> None:
+        self._sums = state.tensors.get("sums")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..layer_state import LayerState
 from .base import Held, Observer, Queries
 
 # Queries of single steps wait until there are so many, or until they are needed.
@@ -40,8 +41,11 @@ class QueryLog:
 
     def forget(self, seen: int) -> None:
         """The tokens from slot `seen` on were taken back."""
-        left = [Queries(q.states[:, :, : max(0, seen - q.start)], q.start) for q in self._waiting]
-        self._waiting = [queries for queries in left if queries.states.shape[2]]
+        left = [queries for queries in self._waiting if queries.start < seen]
+        if left and (count := seen - left[-1].start) < left[-1].states.shape[2]:
+            # A copy: a view would keep what was taken back alive.
+            left[-1] = left[-1]._replace(states=left[-1].states[:, :, :count].clone())
+        self._waiting = left
         if seen < self._observed:
             self.observer.forget(self._observed - seen)
             self._observed = seen
@@ -53,3 +57,19 @@ class QueryLog:
     def to(self, device: torch.device) -> None:
         self._waiting = [q._replace(states=q.states.to(device)) for q in self._waiting]
         self.observer.to(device)
+
+    def state(self) -> LayerState:
+        """The waiting queries, and what the observer knows."""
+        state = LayerState(numbers={"observed": self._observed, "num_waiting": len(self._waiting)})
+        for index, queries in enumerate(self._waiting):
+            state.tensors[f"waiting_{index}"] = queries.states
+            state.numbers[f"start_{index}"] = queries.start
+        state.put("observer", self.observer.state())
+        return state
+
+    def load_state(self, state: LayerState) -> None:
+        """Become what gave `state`."""
+        self._observed = state.numbers["observed"]
+        places = range(state.numbers["num_waiting"])
+        self._waiting = [Queries(state.tensors[f"waiting_{i}"], state.numbers[f"start_{i}"]) for i in places]
+        self.observer.load_state(state.part("observer"))

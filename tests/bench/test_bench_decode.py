@@ -13,7 +13,7 @@ KV_TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values of 2 layers, 2 heads of 1
 
 @pytest.fixture
 def bench(tiny_model):
-    return bench_decode(tiny_model("llama"), contexts=(16, 63), steps=3, caches=("blocks", "static"))
+    return bench_decode(tiny_model("llama"), contexts=(16, 63), steps=3, caches=(("blocks", {}), ("static", {})))
 
 
 def test_a_row_for_each_cache_and_context(bench):
@@ -22,6 +22,16 @@ def test_a_row_for_each_cache_and_context(bench):
     ]
     assert (bench.model, bench.dtype, bench.device, bench.steps) == ("LlamaForCausalLM", "float32", "cpu", 3)
     assert bench.threads == torch.get_num_threads()
+
+
+def test_what_evicts_has_evicted(tiny_model):
+    options = {"keep_ratio": 0.5, "num_sink_tokens": 0, "num_recent_tokens": 1}
+    caches = [(name, options) for name in ("keydiff", "kvzip", "snapkv")]
+    rows = bench_decode(tiny_model("llama"), contexts=(480,), steps=1, caches=caches).rows[1:]
+    assert [row.cache for row in rows] == [
+        f"{name} keep_ratio=0.5 num_sink_tokens=0 num_recent_tokens=1" for name, _ in caches
+    ]
+    assert all(0.5 * row.stored_bytes <= row.held_bytes < 0.65 * row.stored_bytes for row in rows)
 
 
 def test_ratios_are_of_the_medians(bench):
@@ -50,7 +60,7 @@ def test_it_serialises_and_prints(bench):
 
 def test_without_static_there_is_no_ratio_to_it(tiny_model):
     lines: list[str] = []
-    bench = bench_decode(tiny_model("llama"), contexts=(16,), steps=1, caches=("blocks",), progress=lines.append)
+    bench = bench_decode(tiny_model("llama"), contexts=(16,), steps=1, caches=(("blocks", {}),), progress=lines.append)
     assert [row.vs_static for row in bench.rows] == [None, None]
     assert lines == ["16 tokens: filling 2 caches"]
     assert "-" in list(bench.table().columns[5].cells)

@@ -37,7 +37,7 @@ def test_the_backend_that_is_there_is_taken_and_named(quanto, hqq, backend, inst
 def test_without_a_backend_nothing_is_measured(installed, tiny_model):
     installed(False, False)
     with pytest.raises(ImportError, match="pip install optimum-quanto, or pip install hqq"):
-        bench_decode(tiny_model("llama"), contexts=(16,), steps=1, caches=("quantized",), progress=pytest.fail)
+        bench_decode(tiny_model("llama"), contexts=(16,), steps=1, caches=(("quantized", {}),), progress=pytest.fail)
 
 
 @pytest.mark.skipif(not HAS_BACKEND, reason="neither optimum-quanto nor hqq is installed")
@@ -45,6 +45,6 @@ def test_without_a_backend_nothing_is_measured(installed, tiny_model):
 def test_a_real_backend_is_measured(tiny_model):
     model = tiny_model("llama", hidden_size=256)  # a head dimension of 64, its group size
     assert isinstance(peers.build_peer(model, "quantized", 10), QuantizedCache)
-    dynamic, quantized = bench_decode(model, contexts=(300,), steps=2, caches=("quantized",)).rows
+    dynamic, quantized = bench_decode(model, contexts=(300,), steps=2, caches=(("quantized", {}),)).rows
     assert quantized.cache.startswith("quantized (")
     assert 0 < quantized.held_bytes < dynamic.held_bytes / 2

@@ -151,29 +151,20 @@ def test_a_question_is_only_seen_in_the_prompt(sample, tiny_model):
     assert abs(unseen.nll - full.nll) > 1e-2
 
 
-class CompressingCache(DynamicCache):
-    """Forgets all values when it is told that the context is complete."""
-
-    def compress(self, input_ids):
-        self.compressed = [*getattr(self, "compressed", []), (input_ids.tolist(), self.get_seq_length())]
-        for layer in self.layers:
-            layer.values.zero_()
-
-
 @torch.no_grad()
-def test_a_cache_that_compresses_does_it_before_any_question(sample, tiny_model):
+def test_a_cache_that_evicts_does_it_before_any_question(sample, tiny_model):
     model, built = sharpen(tiny_model("llama")), []
 
     def build():
-        built.append(CompressingCache(config=model.config))
+        built.append(make_cache(model, "kvzip", budget=40))
         return built[-1]
 
-    compressed = ask_unseen(model, build, sample)
-    assert [cache.compressed for cache in built] == [[([list(sample.context)], len(sample.context))]]
-    full = ask_unseen(model, lambda: DynamicCache(config=model.config), sample)
-    assert all(abs(ours.nll - theirs.nll) > 1e-3 for ours, theirs in zip(compressed, full, strict=True))
-    ask_seen(model, build, sample)  # there `generate()` is the one to tell it
-    assert all(not hasattr(cache, "compressed") for cache in built[1:])
+    ask = alone(sample, 0)
+    (compressed,) = ask_unseen(model, build, ask)
+    (full,) = ask_unseen(model, lambda: DynamicCache(config=model.config), ask)
+    assert sum(layer.stored_length for layer in built[0].layers) == 2 * 40
+    assert compressed.held_bytes < full.held_bytes
+    assert abs(compressed.nll - full.nll) > 1e-3
 
 
 def test_rows_of_a_run(tiny_model, letters):

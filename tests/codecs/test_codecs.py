@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from hf_kvcache.codecs.base import FusedKeyCodec, FusedValueCodec, Shape
+from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.bnb import BitsAndBytesCodec
 from hf_kvcache.codecs.fp8 import Fp8Codec
 from hf_kvcache.codecs.integer import KeyIntegerCodec, ValueIntegerCodec
 from hf_kvcache.codecs.packing import pack, unpack
 from hf_kvcache.codecs.rotated import RotatedKeyCodec, RotatedValueCodec, codebook, rotation
-from hf_kvcache.kernels import packed
 
 
 def _key(nbits, size=32, clip=False):
@@ -21,7 +20,8 @@ def _value(nbits, size=32, clip=False, length=32):
 
 
 # Codec, bits a value at D=64, and the largest mean squared error for standard normal values (a few percent above what
-# was measured with this seed; Lloyd-Max's own distortions are 0.117, 0.0345 and 0.0095 at 2, 3 and 4 bits).
+# was measured with this seed; Lloyd-Max's own distortions D are 0.117, 0.0345 and 0.0095 at 2, 3 and 4 bits, and
+# D / (1 - D) with the unbiased scale of values).
 CODECS = {
     "key-int8": (_key(8), 9.0, 3e-5),
     "key-int4": (_key(4), 5.0, 0.0065),
@@ -31,8 +31,8 @@ CODECS = {
     "value-int4": (_value(4), 5.0, 0.0065),
     "value-int2-64": (_value(2, 64), 2.5, 0.22),
     "fp8": (Fp8Codec(), 8.25, 8e-4),
-    "rotated-value-2": (RotatedValueCodec(2), 2.25, 0.12),
-    "rotated-value-3": (RotatedValueCodec(3), 3.25, 0.036),
+    "rotated-value-2": (RotatedValueCodec(2), 2.25, 0.13),
+    "rotated-value-3": (RotatedValueCodec(3), 3.25, 0.037),
     "rotated-key-3": (RotatedKeyCodec(3), 3.375, 0.036),
     "rotated-key-4": (RotatedKeyCodec(4), 4.375, 0.0105),
 }
@@ -105,40 +105,6 @@ def test_integers_err_by_half_a_step_at_most(nbits, size, dim):
         assert (decoded - states).abs().max() <= step / 2 + slack
 
 
-@pytest.mark.parametrize("dim", [16, 64, 256])
-@pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-def test_products_on_the_stored_form_equal_those_of_the_decoded(nbits, size, dim, plain_kernels):
-    if dim % size:
-        pytest.skip("the group does not divide the head dimension")
-    shape = Shape(3, dim, torch.float32)
-    states = torch.randn(2, 3, 4 * size, dim, generator=torch.Generator().manual_seed(2))
-    query = torch.randn(2, 3, 5, dim, generator=torch.Generator().manual_seed(3))
-    weights = torch.rand(2, 3, 5, 4 * size, generator=torch.Generator().manual_seed(4)).softmax(-1)
-    key_codec, value_codec = _key(nbits, size), _value(nbits, size, length=size)
-    assert isinstance(key_codec, FusedKeyCodec)
-    assert isinstance(value_codec, FusedValueCodec)
-    keys, values = key_codec.encode(states), value_codec.encode(states)
-    expected = query @ key_codec.decode(keys, shape).transpose(-1, -2)
-    torch.testing.assert_close(key_codec.scores(query, keys), expected, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(value_codec.mix(weights, values), weights @ value_codec.decode(values, shape))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own, on importing its compiler
-def test_compiled_products_equal_plain_ones():
-    states = torch.randn(1, 3, 256, 64, generator=torch.Generator().manual_seed(5))
-    query = torch.randn(1, 3, 3, 64, generator=torch.Generator().manual_seed(6))
-    key_codec, value_codec = _key(4, 64), _value(4, 64, length=64)
-    keys, values = key_codec.encode(states), value_codec.encode(states)
-    packed._key_kernel.cache_clear()
-    packed._value_kernel.cache_clear()
-    scores = key_codec.scores(query, keys)
-    torch.testing.assert_close(scores, query @ key_codec.decode(keys, SHAPE).mT, rtol=1e-4, atol=1e-3)
-    weights = scores.softmax(-1)
-    torch.testing.assert_close(value_codec.mix(weights, values), weights @ value_codec.decode(values, SHAPE))
-
-
 @pytest.mark.parametrize("nbits", [1, 2, 4, 8])
 def test_packing_is_undone(nbits):
     codes = torch.randint(0, 2**nbits, (3, 5, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
@@ -165,6 +131,20 @@ def test_centring_removes_a_common_offset():
     for codec in (RotatedKeyCodec(3), RotatedValueCodec(3)):
         errors.append((codec.decode(codec.encode(states + offset), SHAPE) - states - offset).square().mean())
     assert errors[0] < 0.05 < errors[1]
+
+
+@pytest.mark.parametrize("nbits", [2, 3, 4])
+def test_decoded_values_are_as_long_as_the_original(nbits, states):
+    """A weighted sum of many values is not shorter than that of the originals, as least squares would make it."""
+    decoded = RotatedValueCodec(nbits).decode(RotatedValueCodec(nbits).encode(states), SHAPE)
+    ratio = (decoded * states).sum(-1) / states.square().sum(-1)
+    torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=2e-3)
+
+
+def test_a_vector_that_no_codebook_fits_is_not_drowned():
+    spike = rotation(64)[3].expand(1, 3, 128, 64)  # one coordinate after the rotation
+    decoded = RotatedValueCodec(2).decode(RotatedValueCodec(2).encode(spike), SHAPE)
+    assert (decoded - spike).norm() < 1.2 * spike.norm()
 
 
 @pytest.mark.parametrize(("quant_type", "largest"), [("nf4", 0.01), ("fp4", 0.016)])

@@ -1,0 +1,203 @@
+"""Transform coding of keys: directions of a head that queries look along get more bits, others fewer or none.
+
+Stores `key_bits` bits a value on average, and 8 bits a token and head for its scale. Keys are taken as they were
+before the rotary embedding, where they vary in few directions. Each head has a basis in which its coefficients are
+uncorrelated, measured once a model on a short text (`hf_kvcache.calibration`); a layer's bits go to coefficients by
+reverse water-filling. Within a head, coefficients of equal bits are mixed by a random rotation, so that all look
+normally distributed and one codebook serves them. The best fidelity a byte below 4 bits. Not for models without a
+rotary embedding. Decoded a slice at a time in each step, which takes longer than the integers.
+Papers: NVIDIA 2025, KVTC, https://arxiv.org/abs/2511.01815 (principal components and bits a component); Cover and
+Thomas, Elements of information theory (reverse water-filling); Malinovskii et al. 2024, HIGGS,
+https://arxiv.org/abs/2411.17525 (rotation and codebook).
+Differs from KVTC: a basis for each head weighted by its queries, rotation and codebook instead of an entropy coder, so
+that a group of tokens has a fixed size and is read in place.
+"""
+
+import functools
+
+import torch
+from torch import nn
+
+from ..blocks.arena import Plane
+from .base import Codec, Shape
+from .packing import pack, unpack
+from .rotated import codebook
+from .statistics import LayerStatistics
+
+GROUP_LENGTH = 128
+MAX_BITS = 8
+# Groups encoded at a time: a long prompt needs no more memory than this.
+_GROUPS_AT_A_TIME = 16
+# A token's scale is a power of two with this many steps an octave, in one byte around 2**0.
+_STEPS_PER_OCTAVE, _MIDDLE = 8, 128
+# Steps from a token's root mean square that are tried as its scale, and then those next to the best. Larger ones serve
+# tokens with one huge coefficient, which would be clipped.
+_COARSE_STEPS, _FINE_STEPS = (-3, 0, 3, 6, 10), (-1, 1)
+
+
+@functools.cache
+def distortion(nbits: int) -> float:
+    """Mean squared error of the codebook of `nbits` for a standard normal variable; 1 at 0 bits."""
+    if not nbits:
+        return 1.0
+    levels = codebook(nbits).double()
+    bound = torch.tensor([40.0], dtype=torch.float64)
+    edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
+    masses = torch.special.ndtr(edges).diff()
+    return 1.0 - (masses * levels.square()).sum().item()
+
+
+def allocate(variances: torch.Tensor, total_bits: int) -> torch.Tensor:
+    """Bits of each coefficient, in the shape of `variances`, that sum to `total_bits` (reverse water-filling).
+
+    Each bit goes where it lowers the squared error most. The gains of a coefficient fall from bit to bit, so the
+    largest gains of all are the best choice.
+    """
+    steps = torch.tensor([distortion(b) - distortion(b + 1) for b in range(MAX_BITS)], dtype=torch.float64)
+    gains = variances.double().flatten()[:, None] * steps
+    chosen = gains.flatten().argsort(descending=True, stable=True)[:total_bits] // MAX_BITS
+    return torch.bincount(chosen, minlength=variances.numel()).view(variances.shape)
+
+
+def mixing(bits: torch.Tensor) -> torch.Tensor:
+    """An orthogonal `[D, D]` matrix that mixes coefficients of equal `bits` `[D]` at random, and no others."""
+    matrix = torch.eye(len(bits), dtype=torch.float64)
+    for width in bits.unique().tolist():
+        index = (bits == width).nonzero().flatten()
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(len(index), len(index), generator=generator, dtype=torch.float64)
+        block, triangle = torch.linalg.qr(drawn)
+        matrix[index[:, None], index] = block * triangle.diagonal().sign()
+    return matrix
+
+
+class TransformKeyCodec(Codec):
+    """Codes `[coefficients, tokens]` of all heads together, widest first, and a scale of 8 bits a token and head.
+
+    Args:
+        statistics: of one layer's keys before their rotary embedding.
+        bits: of each coefficient, `[H, D]` integers from 0 to 8; for coefficients of falling variance they fall.
+    """
+
+    group_length = GROUP_LENGTH
+
+    def __init__(self, statistics: LayerStatistics, bits: torch.Tensor):
+        dim = bits.shape[1]
+        self.total_bits = int(bits.sum())
+        mixed = torch.stack([mixing(row) for row in bits])  # [H, D, D]
+        spread = statistics.variance.double().sqrt()
+        analysis = statistics.basis.double()
+        self.mean = statistics.mean.float()[:, None]
+        self.analysis = ((analysis / spread[:, None]) @ mixed.mT).float()
+        self.synthesis = (mixed @ (torch.linalg.inv(analysis) * spread[..., None])).float()
+        # The error of a mixed coefficient counts as that of the mean of those it is mixed from.
+        weight = (mixed.square() @ statistics.variance.double()[..., None]).squeeze(-1)
+        self.weight = weight.float().flatten()
+        # Coefficients of all heads in the order in which they are stored: by their bits, most first.
+        flat = bits.flatten()
+        order = flat.argsort(descending=True, stable=True)[: int((flat > 0).sum())]
+        self.order = order
+        self.segments = [(b, int((flat == b).sum())) for b in flat.unique().flip(0).tolist() if b]
+        self.head_of = order // dim
+        # Where each coefficient is stored, those without bits past the end.
+        self.place = torch.full((flat.numel(),), len(order)).index_copy(0, order, torch.arange(len(order)))
+        self.num_coded = (bits > 0).sum(-1).clamp(min=1).float()  # [H]
+
+    def __deepcopy__(self, memo: dict) -> "TransformKeyCodec":
+        return self  # never changes
+
+    def planes(self, shape: Shape) -> tuple[Plane, ...]:
+        return (
+            Plane(1, self.total_bits * self.group_length // 8, torch.uint8),
+            Plane(shape.num_heads, self.group_length, torch.uint8),
+        )
+
+    def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        self._move_to(states.device)
+        parts = states.split(_GROUPS_AT_A_TIME * self.group_length, dim=2)
+        return [torch.cat(planes, dim=2) for planes in zip(*map(self._encode, parts), strict=True)]
+
+    def _encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        coefficients = (states.float() - self.mean) @ self.analysis  # [B, H, T, D]
+        rows = coefficients.transpose(-1, -2).flatten(1, 2)[:, self.order]  # [B, C, T]
+        power = torch.zeros_like(states[..., 0], dtype=torch.float32).index_add_(1, self.head_of, rows.square())
+        spread = (power / self.num_coded[:, None]).sqrt().clamp(2.0**-12, 2.0**12)
+        start = (spread.log2() * _STEPS_PER_OCTAVE).round()  # [B, H, T]
+        best = self._try(rows, start, torch.full_like(start, _COARSE_STEPS[0]))
+        for step in _COARSE_STEPS[1:]:
+            best = self._better(best, self._try(rows, start, torch.full_like(start, step)))
+        coarse = best[1]
+        for step in _FINE_STEPS:
+            best = self._better(best, self._try(rows, start, coarse + step))
+        codes, step, _ = best
+        scales = (start + step + _MIDDLE).to(torch.uint8).unflatten(2, (-1, self.group_length))
+        return [self._pack(codes), scales]
+
+    def _try(self, rows: torch.Tensor, start: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Codes `[B, C, T]` at the scale `start + step` `[B, H, T]`, that step, and the weighted error `[B, H, T]`."""
+        scale = torch.exp2((start + step) / _STEPS_PER_OCTAVE)[:, self.head_of]  # [B, C, T]
+        codes, decoded = self._round(rows / scale)
+        squares = (decoded * scale - rows).square_() * self.weight[self.order, None]
+        return codes, step, torch.zeros_like(start).index_add_(1, self.head_of, squares)
+
+    def _better(self, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Of each token and head, the one with the smaller error."""
+        is_better = other[2] < one[2]
+        codes = torch.where(is_better[:, self.head_of], other[0], one[0])
+        return codes, torch.where(is_better, other[1], one[1]), torch.minimum(one[2], other[2])
+
+    def _round(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The nearest codes (uint8) of `[B, C, T]` coefficients, and the levels they stand for."""
+        codes, decoded = [], []
+        for part, (nbits, _) in zip(scaled.split([n for _, n in self.segments], dim=1), self.segments, strict=True):
+            levels = codebook(nbits).to(scaled.device)
+            index = torch.bucketize(part.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+            codes.append(index.to(torch.uint8))
+            decoded.append(levels[index])
+        return torch.cat(codes, dim=1), torch.cat(decoded, dim=1)
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """Codes `[B, C, T]` as bytes `[B, 1, n, total_bits * 16]`; a code of 3 bits is packed as 1 bit and 2 bits."""
+        grouped = codes.unflatten(2, (-1, self.group_length)).transpose(1, 2)  # [B, n, C, G]
+        parts = []
+        for part, (nbits, _) in zip(grouped.split([n for _, n in self.segments], dim=2), self.segments, strict=True):
+            for width, shift in _widths(nbits):
+                parts.append(pack((part >> shift) & (2**width - 1), width).flatten(2))
+        return torch.cat(parts, dim=-1).unsqueeze(1)
+
+    def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The levels that `packed` `[B, n, bytes]` stands for, `[B, n, C, G]`."""
+        decoded, begin = [], 0
+        for nbits, count in self.segments:
+            codes = None
+            for width, shift in _widths(nbits):
+                size = count * self.group_length * width // 8
+                part = unpack(packed[..., begin : begin + size].unflatten(-1, (count, -1)), width) << shift
+                codes = part if codes is None else codes | part
+                begin += size
+            decoded.append(codebook(nbits).to(packed.device)[codes.int()])
+        return torch.cat(decoded, dim=2)
+
+    def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
+        packed, scales = encoded
+        self._move_to(packed.device)
+        levels = self._unpack(packed.squeeze(1))  # [B, n, C, G]
+        batch, groups = levels.shape[:2]
+        # Coefficients without bits are zero: the row after the last.
+        rows = nn.functional.pad(levels, (0, 0, 0, 1)).index_select(2, self.place)
+        flat = rows.unflatten(2, (shape.num_heads, -1)).permute(2, 0, 1, 4, 3).reshape(shape.num_heads, -1, shape.dim)
+        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, self.group_length, shape.dim)
+        scale = torch.exp2((scales.float() - _MIDDLE) / _STEPS_PER_OCTAVE).unsqueeze(-1)  # [B, H, n, G, 1]
+        states = states.transpose(0, 1) * scale
+        return (states.flatten(2, 3) + self.mean).to(shape.dtype)
+
+    def _move_to(self, device: torch.device) -> None:
+        if self.mean.device != device:
+            for name in ("mean", "analysis", "synthesis", "weight", "order", "head_of", "place", "num_coded"):
+                setattr(self, name, getattr(self, name).to(device))
+
+
+def _widths(nbits: int) -> list[tuple[int, int]]:
+    """How a code of `nbits` is cut into pieces that fit a byte evenly: the width and lowest bit of each."""
+    widths = [width for width in (1, 2, 4, 8) if nbits & width]
+    return [(width, sum(widths[:i])) for i, width in enumerate(widths)]

@@ -1,0 +1,149 @@
+"""What a layer keeps of its older tokens: up to three stores, of sinks, encoded tokens, and the newest exact ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .blocks import BlockPool
+from .codecs.exact import ExactCodec
+from .kept_attention import attend_kept
+from .kept_tokens import Codecs, KeptTokens, move_to_front
+from .layer_state import LayerState
+from .policies.base import Held
+
+_STORES = ("sinks", "older", "newest")  # in the order of their slots
+_EXACT = (ExactCodec(), ExactCodec())
+
+
+class Kept:
+    """Stores of kept tokens, and which of their rows each sequence reads: sequences share what they have in common.
+
+    Args:
+        codecs: encode older tokens; None for none, and then there is one store.
+        num_sink_tokens: first real tokens of each row that are not encoded.
+    """
+
+    def __init__(self, codecs: Codecs | None, num_sink_tokens: int):
+        self.codecs = codecs
+        self.num_sink_tokens = num_sink_tokens
+        self.stores: dict[str, KeptTokens] = {}
+        self.rows = np.zeros(0, dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores)
+
+    @property
+    def length(self) -> float:
+        """Tokens a head of a row, on average."""
+        return sum(float(store.counts[self.rows].mean()) for store in self.stores.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores.values())
+
+    # --- reading
+
+    def padded(self) -> list[torch.Tensor]:
+        """Keys, values and slots of all tokens, as `KeptTokens.padded`; a view if it is one store and even."""
+        parts = [(*store.padded(self.rows), store.padded_slots(self.rows)) for store in self.stores.values()]
+        return list(parts[0]) if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts, strict=True)]
+
+    def slots(self) -> list[torch.Tensor]:
+        """Slots `[B, H, w]` of each store, -1 for none."""
+        return [store.padded_slots(self.rows) for store in self.stores.values()]
+
+    def attend(
+        self, query: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Output and log-sum-exp of each store, as `attend_kept`."""
+        return [attend_kept(store, query, mask, scale, self.rows) for store in self.stores.values()]
+
+    # --- changing
+
+    def replace(self, pool: BlockPool, held: Held, keep: torch.Tensor, first_newest: int) -> None:
+        """Hold on to `keep` `[B, H, n]` of `held` instead of what was kept; slots from `first_newest` stay exact."""
+        self.stores = self._encode(pool, held, keep, first_newest)
+        self.rows = np.arange(len(held.slots))
+
+    def add(self, pool: BlockPool, newer: list[torch.Tensor], held: Held) -> None:
+        """Hold on to the tokens of `newer` (keys, values and slots) too, encoded, and encode the newest ones of before.
+
+        `held` gives the padding of the rows.
+        """
+        if not np.array_equal(self.rows, np.arange(len(self.rows))):
+            self._take(pool, self.rows)
+            self.rows = np.arange(len(self.rows))
+        if (newest := self.stores.get("newest")) is not None:
+            before = (*newest.padded(self.rows), newest.padded_slots(self.rows))
+            newer = [torch.cat(pair, dim=2) for pair in zip(before, newer, strict=True)]
+        held = held._replace(keys=newer[0], values=newer[1], slots=newer[2], positions=newer[2])
+        joined = {name: store for name, store in self.stores.items() if name != "newest"}
+        for name, store in self._encode(pool, held, held.is_held, held.seen).items():
+            joined[name] = joined[name].join(pool, store) if name in joined else store
+        self.stores = {name: joined[name] for name in _STORES if name in joined}
+        self.rows = np.arange(len(held.slots))
+
+    def _encode(self, pool: BlockPool, held: Held, keep: torch.Tensor, first_newest: int) -> dict[str, KeptTokens]:
+        if self.codecs is None:
+            parts = {"older": (_EXACT, keep)}
+        else:
+            sinks = held.are_sinks(self.num_sink_tokens)
+            newest = (held.slots >= first_newest) & ~sinks
+            parts = {
+                "sinks": (_EXACT, keep & sinks),
+                "older": (self.codecs, keep & ~sinks & ~newest),
+                "newest": (_EXACT, keep & newest),
+            }
+        stores = {name: _store(pool, codecs, held, part) for name, (codecs, part) in parts.items()}
+        return {name: store for name, store in stores.items() if store is not None}
+
+    def select_rows(self, pool: BlockPool, rows: np.ndarray) -> None:
+        """Row `i` becomes what row `rows[i]` was; rows that none reads go when they are at least half."""
+        if not self.stores:
+            return
+        self.rows = self.rows[rows]
+        used, renumbered = np.unique(self.rows, return_inverse=True)
+        if 2 * len(used) <= next(iter(self.stores.values())).num_rows:
+            self._take(pool, used)
+            self.rows = renumbered
+
+    def _take(self, pool: BlockPool, rows: np.ndarray) -> None:
+        taken = {name: store.take(pool, rows) for name, store in self.stores.items()}
+        # The rows that are left may have nothing in a store that others needed.
+        self.stores = {name: store for name, store in taken.items() if store.num_used_blocks}
+
+    def fork(self) -> "Kept":
+        """The same stores, which never change."""
+        forked = Kept(self.codecs, self.num_sink_tokens)
+        forked.stores, forked.rows = dict(self.stores), self.rows
+        return forked
+
+    def state(self) -> LayerState:
+        """Every store, and which of its rows each sequence reads."""
+        state = LayerState({"rows": torch.tensor(self.rows, dtype=torch.int64)})
+        for name, store in self.stores.items():
+            state.put(name, store.state())
+        return state
+
+    def load_state(self, pool: BlockPool, like: Sequence[torch.Tensor], state: LayerState) -> None:
+        """Become what gave `state`; `like` are any keys and values of the layer, for their shapes."""
+        self.rows = state.tensors["rows"].numpy()
+        for name in _STORES:
+            if (part := state.part(name)).tensors:
+                codecs = self.codecs if self.codecs is not None and name == "older" else _EXACT
+                self.stores[name] = KeptTokens.from_state(pool, codecs, like, part)
+
+    def to(self, pool: BlockPool) -> None:
+        self.stores = {name: store.to(pool) for name, store in self.stores.items()}
+
+
+def _store(pool: BlockPool, codecs: Codecs, held: Held, keep: torch.Tensor) -> KeptTokens | None:
+    source = move_to_front(keep, codecs[0].group_length)
+    if not source.shape[-1]:
+        return None
+    # A group that is not full is filled up with its last token, which widens no range of values.
+    index = torch.where(source >= 0, source, source.amax(dim=-1, keepdim=True)).clamp(min=0)
+    states = [s.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, s.shape[-1])) for s in held[:2]]
+    slots = held.slots.gather(2, index).masked_fill(source < 0, -1)
+    return KeptTokens(pool, codecs, states, slots)

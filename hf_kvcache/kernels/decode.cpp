@@ -1,0 +1,105 @@
+// Attention of one new token over keys and values as they are stored.
+//
+// Each row, KV head and split of the tokens is attended to alone; the results are merged by their log-sum-exp.
+#include <atomic>
+#include <memory>
+
+#include "split.h"
+
+namespace {
+
+// out[m] = in[m] times `matrix` [dim, dim], or its transpose.
+void rotate(const float* in, const float* matrix, int64_t queries, int64_t dim, bool transposed, float* out) {
+  std::fill_n(out, queries * dim, 0.0f);
+  for (int64_t m = 0; m < queries; ++m)
+    for (int64_t i = 0; i < dim; ++i) {
+      if (transposed) {
+        out[m * dim + i] = dot_product(in + m * dim, matrix + i * dim, dim);
+      } else {
+        for (int64_t j = 0; j < dim; ++j) out[m * dim + j] += in[m * dim + i] * matrix[i * dim + j];
+      }
+    }
+}
+
+// One softmax over all splits of one row and KV head: `outputs` [splits][queries][dim], `logsumexps` [splits][queries].
+void merge(const Call& call, const float* outputs, float* logsumexps, int64_t splits, float* merged) {
+  const int64_t queries = call.queries, dim = call.segments[0].value.dim, size = queries * dim;
+  for (int64_t m = 0; m < queries; ++m) {
+    float most = kNone, total = 0.0f;
+    for (int64_t i = 0; i < splits; ++i) most = std::max(most, logsumexps[i * queries + m]);
+    for (int64_t i = 0; i < splits; ++i) {
+      float& weight = logsumexps[i * queries + m];
+      weight = weight == kNone ? 0.0f : std::exp(weight - most);
+      total += weight;
+    }
+    for (int64_t i = 0; i < splits && total > 0.0f; ++i) logsumexps[i * queries + m] /= total;
+  }
+  std::fill_n(merged, size, 0.0f);
+  std::vector<float> mixed(size), turned(size);
+  for (int64_t index = 0; index < call.num_segments; ++index) {
+    const Segment& segment = call.segments[index];
+    std::fill(mixed.begin(), mixed.end(), 0.0f);
+    for (int64_t i = num_splits(segment); i; --i, outputs += size, logsumexps += queries)
+      for (int64_t j = 0; j < size; ++j) mixed[j] += logsumexps[j / dim] * outputs[j];
+    const float* rotation = segment.value.rotation;
+    if (rotation) rotate(mixed.data(), rotation, queries, dim, false, turned.data());
+    for (int64_t j = 0; j < size; ++j) merged[j] += rotation ? turned[j] : mixed[j];
+  }
+}
+
+// A thread's queries of the row and head it is at: scaled, and turned as the keys of each segment are.
+struct Queries {
+  std::vector<float> plain, rotated;
+  int64_t pair = -1;
+
+  void move_to(const Call& call, int64_t to) {
+    if (pair == to) return;
+    pair = to;
+    const int64_t dim = call.segments[0].key.dim, size = call.queries * dim;
+    plain.resize(size);
+    rotated.resize(call.num_segments * size);
+    for (int64_t i = 0; i < size; ++i) plain[i] = call.query[pair * size + i] * call.scaling;
+    for (int64_t i = 0; i < call.num_segments; ++i)
+      if (const float* rotation = call.segments[i].key.rotation)
+        rotate(plain.data(), rotation, call.queries, dim, true, rotated.data() + i * size);
+  }
+
+  const float* of(const Call& call, int64_t segment) const {
+    return call.segments[segment].key.rotation ? rotated.data() + segment * plain.size() : plain.data();
+  }
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void hf_kvcache_decode(const Call* given) {
+  const Call& call = *given;
+  const int64_t pairs = call.rows * call.heads, size = call.queries * call.segments[0].value.dim;
+  int64_t splits = 0;
+  for (int64_t i = 0; i < call.num_segments; ++i) splits += num_splits(call.segments[i]);
+  const std::unique_ptr<float[]> outputs(new float[pairs * splits * size]);  // of each split, all written below
+  std::vector<float> logsumexps(pairs * splits * call.queries);
+  std::vector<std::atomic<int64_t>> done(pairs);
+
+#pragma omp parallel num_threads(call.num_threads) if (call.num_threads > 1)
+  {
+    Scratch scratch(call);
+    Queries queries;
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t item = 0; item < pairs * splits; ++item) {
+      const int64_t pair = item / splits;
+      int64_t index = 0, split = item % splits;
+      while (split >= num_splits(call.segments[index])) split -= num_splits(call.segments[index++]);
+      const Segment& segment = call.segments[index];
+      const int64_t begin = split * split_length(segment);
+      const int64_t stop = std::min(segment.length, begin + split_length(segment));
+      queries.move_to(call, pair);
+      Split(call, segment, pair / call.heads, pair % call.heads, begin, stop, scratch)
+          .attend(queries.of(call, index), queries.plain.data(), outputs.get() + item * size,
+                  logsumexps.data() + item * call.queries);
+      // Who finishes the last split of a row and head merges them: threads wait for each other once, at the end.
+      if (done[pair].fetch_add(1) + 1 == splits)
+        merge(call, outputs.get() + pair * splits * size, logsumexps.data() + pair * splits * call.queries, splits,
+              call.output + pair * size);
+    }
+  }
+}

@@ -1,0 +1,76 @@
+"""The structs that the C++ kernel is called with, as call.h has them, and how tensors are described in them."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from ..codecs.base import StoredForm
+
+# Numbers of `enum Form` in products.h.
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "float8": 3, "int8": 4, "codes": 5}
+
+
+class Plane(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "head", "group"))]
+
+
+class Store(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("form", "bits", "dim", "block", "is_columns", "unused")),
+        *((name, ctypes.c_int64) for name in ("stride", "high_stride")),
+        *((name, Plane) for name in ("codes", "high", "scale", "zero", "mean")),
+        *((name, ctypes.c_void_p) for name in ("table", "rotation")),
+    ]
+
+
+class Segment(ctypes.Structure):
+    _fields_ = [
+        *((name, Store) for name in ("key", "value")),
+        ("ids", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("ids_stride", "group_length", "length")),
+        ("first_slot", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("slot", "stop", "hides_sinks")),
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "queries", "num_segments", "num_threads")),
+        *((name, ctypes.c_void_p) for name in ("segments", "query")),
+        ("scaling", ctypes.c_float),
+        ("mask_is_additive", ctypes.c_int32),
+        ("mask", ctypes.c_void_p),
+        ("mask_stride", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+        ("num_sinks", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+    ]
+
+
+def dense_store(states: torch.Tensor) -> Store:
+    """Keys or values `[B, H, T, D]`, a view with any strides but the last."""
+    assert states.stride(-1) == 1, "channels lie side by side"
+    row, head, token, _ = (stride * states.element_size() for stride in states.stride())
+    store = Store(form=_FORMS[states.dtype], dim=states.shape[-1], stride=token)
+    store.codes = Plane(states.data_ptr(), row, head, 0)
+    return store
+
+
+def coded_store(form: StoredForm, planes: Sequence[torch.Tensor], group_length: int) -> Store:
+    """Planes `[H, blocks, *]` of a codec: all rows lie in them, and a block is a group of tokens."""
+    assert group_length % 16 == form.dim % form.block == form.block % 16 == 0, f"vectors of 16: {group_length}, {form}"
+    assert not form.by_channel or (form.bits != 3 and form.element != "float8"), f"no such kernel: {form}"
+    store = Store(form=_FORMS[form.element], bits=form.bits, dim=form.dim, block=form.block)
+    store.is_columns = form.by_channel
+    # Codes of 3 bits lie in a plane of 2 bits and one of 1.
+    length = group_length if form.by_channel else form.dim
+    store.stride, store.high_stride = length * (2 if form.bits == 3 else form.bits) // 8, length // 8
+    if form.table is not None:
+        store.table = form.table.data_ptr()
+    if form.rotation is not None:
+        store.rotation = form.rotation.data_ptr()
+    for name, plane in zip(form.planes, planes, strict=True):
+        size = plane.element_size()
+        setattr(store, name, Plane(plane.data_ptr(), 0, plane.stride(0) * size, plane.stride(1) * size))
+    return store

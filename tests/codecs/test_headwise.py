@@ -1,0 +1,24 @@
+"""Different codecs for different heads: each head is what its own codec makes of it."""
+
+import torch
+
+from hf_kvcache.codecs.base import Shape
+from hf_kvcache.codecs.headwise import HeadwiseCodec
+from hf_kvcache.codecs.integer import KeyIntegerCodec
+
+SHAPE = Shape(num_heads=3, dim=32, dtype=torch.float32)
+
+
+def test_heads_are_encoded_by_their_own_codec_in_their_own_place():
+    few, many = (KeyIntegerCodec(nbits, q_group_size=32, clip_search=False) for nbits in (2, 8))
+    codec = HeadwiseCodec([many, few, many])
+    states = torch.randn(2, 3, 96, 32, generator=torch.Generator().manual_seed(0))
+    encoded = codec.encode(states)
+    assert [(p.num_heads, p.dim, p.dtype) for p in codec.planes(SHAPE)] == [
+        (e.shape[1], e.shape[-1], e.dtype) for e in encoded
+    ]
+    assert 8 * sum(e.nbytes for e in encoded) / states.numel() == (8 + 2 + 8) / 3 + 1
+    decoded = codec.decode(encoded, SHAPE)
+    for head, own in enumerate([many, few, many]):
+        alone = own.decode(own.encode(states[:, head : head + 1]), SHAPE._replace(num_heads=1))
+        assert torch.equal(decoded[:, head : head + 1], alone)
