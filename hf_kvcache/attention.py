@@ -109,3 +109,11 @@ def attend_with_logsumexp(
     # A row that sees nothing here has an lse of -inf: its weight in the merge is 0, its output must stay finite.
     weights = (scores - logsumexp.unsqueeze(-1)).exp().nan_to_num(0.0)
     return torch.matmul(weights.to(value.dtype), value), logsumexp
+
+
+def few_products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A few query rows `[B, H, M, D]` times many keys `[B, H, n, D]`: `[B, H, M, n]`, float32.
+
+    With the keys on the left, as matrix libraries do not slice long and thin products well along their columns.
+    """
+    return torch.matmul(key, query.transpose(2, 3)).transpose(2, 3).float().contiguous()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .attention import few_products
 from .blocks import Arena, BlockTable
 from .blocks.arena import Plane
 from .blocks.gather import gather_units
@@ -120,7 +121,7 @@ class CompressedLayer(ReadingLayer):
         anyway = torch.matmul(packed, exact[0].transpose(2, 3)).float() + exact_bias.unsqueeze(2)
         keys, values, spans = self.sides["clusters"].materialize()
         weight = spans[..., 1].float().log()  # -inf for an empty cluster
-        scores = torch.matmul(packed, keys.transpose(2, 3)).float() + weight.unsqueeze(2)
+        scores = few_products(packed, keys).add_(weight.unsqueeze(2))
         chosen, tokens, is_read = self._choose(scores, anyway.logsumexp(dim=-1), spans)
         members = gather_units(self.table, tokens, 1)
         states = [torch.cat(parts, dim=2) for parts in zip(members, exact, (keys, values), strict=True)]

@@ -89,9 +89,9 @@ class SparseReadLayer(ReadingLayer):
         """What `query` `[B, Hkv, G, D]` (scaled) reads, and its keys and values."""
         unit, candidates = self.reader.unit, self._num_candidates()
         always, is_sink = self._always(candidates // unit)
-        states = [state[:, :, : always.length] for state in gather_units(self.table, always.units, unit)]
         # What sinks and recent tokens have of the attention is left for no other token.
-        anyway = torch.matmul(query, states[0].transpose(2, 3)).float()
+        keys = gather_units(self.table, always.units, unit, num_planes=1)[0][:, :, : always.length]
+        anyway = torch.matmul(query, keys.transpose(2, 3)).float()
         if (seen := always.seen(mask)) is not None:
             anyway.masked_fill_(~seen.unsqueeze(2), -math.inf)
         if self.reader.reads_keys:
@@ -106,15 +106,16 @@ class SparseReadLayer(ReadingLayer):
         scores.masked_fill_(hidden, -math.inf)
         count = max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
-        states = [torch.cat(pair, 2) for pair in zip(gather_units(self.table, chosen, unit), states, strict=True)]
-        self.read_bytes = sum(state.nbytes for state in states) + self.reader.read_bytes(summaries)
         units = torch.cat([chosen, always.units], dim=2)
+        length = chosen.shape[2] * unit + always.length
+        states = [state[:, :, :length] for state in gather_units(self.table, units, unit)]
+        self.read_bytes = sum(state.nbytes for state in states) + self.reader.read_bytes(summaries)
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
             rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
             is_read = torch.cat([is_read, rest], dim=2)
-        return Selection(units, is_read, unit, states[0].shape[2]), states
+        return Selection(units, is_read, unit, length), states
 
     @property
     def _num_sink_units(self) -> int:

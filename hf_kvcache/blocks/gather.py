@@ -5,13 +5,16 @@ import torch
 from .table import BlockTable
 
 
-def gather_units(table: BlockTable, units: torch.Tensor, unit: int) -> list[torch.Tensor]:
+def gather_units(
+    table: BlockTable, units: torch.Tensor, unit: int, *, num_planes: int | None = None
+) -> list[torch.Tensor]:
     """Copies of chosen units.
 
     Args:
         table: where they lie; it holds its tokens from the first on.
         units: `[B, H, K]` int64; unit `i` is the tokens `[i * unit, (i + 1) * unit)`.
         unit: tokens a unit: 1, or the block size.
+        num_planes: gather the first planes only.
 
     Returns:
         `[B, H, K * unit, dim]` for each plane.
@@ -25,7 +28,7 @@ def gather_units(table: BlockTable, units: torch.Tensor, unit: int) -> list[torc
     places = places.view(rows, heads, count) + (torch.arange(heads, device=ids.device) * per_head)[:, None]
     places = places.flatten()
     gathered = []
-    for plane, spec in zip(table.arena.planes, table.arena.specs, strict=True):
+    for plane, spec in list(zip(table.arena.planes, table.arena.specs, strict=True))[:num_planes]:
         picked = plane.view(-1, unit * spec.dim).index_select(0, places)
         gathered.append(picked.view(rows, heads, count * unit, spec.dim))
     return gathered

@@ -6,8 +6,7 @@ Differs from the paper: channels are chosen from the first tokens of each row in
 model's dtype instead of 4 bits.
 """
 
-import torch
-
+from ..attention import few_products
 from ..blocks.arena import Plane
 from .base import Reader
 
@@ -40,4 +39,4 @@ class DoubleSparsity(Reader):
     def scores(self, query, summaries, fitted):
         own = query.gather(3, fitted[0].expand(-1, -1, query.shape[2], -1))
         labels = summaries[0].unflatten(3, (self.block_size, -1)).flatten(2, 3)
-        return torch.matmul(own, labels.transpose(2, 3)).float()
+        return few_products(own, labels)

@@ -6,8 +6,7 @@ Papers: Lu et al. 2025, MoBA, https://arxiv.org/abs/2502.13189, trains with this
 
 import math
 
-import torch
-
+from ..attention import few_products
 from ..blocks.arena import Plane
 from .base import Reader
 
@@ -26,4 +25,4 @@ class PageMean(Reader):
         return [keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3).to(keys.dtype)]
 
     def scores(self, query, summaries, fitted):
-        return torch.matmul(query, summaries[0].transpose(2, 3)).float() + math.log(self.block_size)
+        return few_products(query, summaries[0]) + math.log(self.block_size)

@@ -10,6 +10,7 @@ at once, `spread` takes only a part of the way from the middle of each channel t
 
 import torch
 
+from ..attention import few_products
 from ..blocks.arena import Plane
 from .base import Reader
 
@@ -38,4 +39,4 @@ class Quest(Reader):
         up, down = query.clamp(min=0), query.clamp(max=0)
         own, other = (1 + self.spread) / 2, (1 - self.spread) / 2
         weights = torch.cat([own * up + other * down, own * down + other * up], dim=-1)  # of the largest, the smallest
-        return torch.matmul(weights, summaries[0].transpose(2, 3)).float()
+        return few_products(weights, summaries[0])
