@@ -66,7 +66,8 @@ def test_equals_all_tokens_encoded_under_a_mask(
         # With a mask, as the reference has: where attention rounds in another way, a code here and there is another.
         got = run_masked(model, cache, ids, torch.zeros(3).long(), chunks, window=LENGTH)
     is_real = mask.bool()
-    torch.testing.assert_close(got[is_real], expected[is_real], rtol=1e-4, atol=1e-5)
+    # A code that rounds the other way moves a logit by up to 1e-4; one token more or less in a window, by 1e-2.
+    torch.testing.assert_close(got[is_real], expected[is_real], rtol=0.0, atol=5e-4)
     assert all(isinstance(layer, CodedWindowLayer) for layer in cache.layers)
     assert cache.layers[0].coded.start > 0
     assert cache.report().stored_bytes < 0.9 * full.report().stored_bytes

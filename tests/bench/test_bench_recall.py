@@ -29,11 +29,6 @@ PROSE = " ".join(
 )
 
 
-@pytest.fixture(autouse=True)
-def _plain(plain_kernels):
-    pass
-
-
 def sharpen(model):
     """Larger keys make a sharper softmax, in which rounding and forgetting show."""
     with torch.no_grad():

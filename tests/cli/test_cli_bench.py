@@ -25,7 +25,7 @@ def call_json(*arguments) -> dict:
 
 
 @pytest.fixture
-def loaded(monkeypatch, tiny_model, letters, plain_kernels):
+def loaded(monkeypatch, tiny_model, letters):
     """A tiny model in place of the named one."""
     monkeypatch.setattr(bench_command, "load", lambda *_: (tiny_model("llama"), letters))
 
