@@ -12,8 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .attention import can_merge
 from .blocks import Arena, BlockTable
-from .blocks.gather import gather_units
+from .blocks.gather import gather_units, places
+from .kernels import decode, native
 from .layer import LayerContext
 from .masks import as_mask_for, restrict_mask, visible
 from .readers import ReadBudget, Reader
@@ -78,15 +80,38 @@ class SparseReadLayer(ReadingLayer):
         return self.budget.reads_all(self._num_candidates(), self.reader.unit)
 
     def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
-        scaling = kwargs.get("scaling")
+        scaling, unit = kwargs.get("scaling"), self.reader.unit
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
-        selection, states = self._select(packed * scale, mask)
+        selection = self._select(packed * scale, mask)
+        is_plain = mask is None and selection.is_read is None and can_merge(base, kwargs)
+        # The kernel reads whole vectors of 16 tokens.
+        if is_plain and unit % 16 == 0 and decode.can_serve(query, None, self._dims) and native.library():
+            return self._attend_in_place(query, selection, scaling), None
+        states = [state[:, :, : selection.length] for state in gather_units(self.table, selection.units, unit)]
         own = self._own_mask(module, mask, selection, query.dtype)
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
-    def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> tuple[Selection, list[torch.Tensor]]:
-        """What `query` `[B, Hkv, G, D]` (scaled) reads, and its keys and values."""
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(spec.dim for spec in self.table.arena.specs)
+
+    def _attend_in_place(self, query: torch.Tensor, selection: Selection, scaling: float | None) -> torch.Tensor:
+        """All that is selected, by the decode kernel where it lies: a KV head of a row is a row of the kernel."""
+        rows, heads, _, dim = query.shape
+        kv_heads, unit = selection.units.shape[1], self.reader.unit
+        open_length = selection.length % unit  # of the last block, which has room left
+        whole = selection.units[:, :, : selection.length // unit]
+        ids = places(self.table, whole, unit).flatten(0, 1)
+        segments = [decode.chosen_segment(self.table.arena.planes, ids, self._dims, unit)]
+        if open_length:
+            newest = self.table.materialize(self.seen - open_length)
+            segments.append(decode.dense_segment([state.flatten(0, 1).unsqueeze(1) for state in newest]))
+        own = query.view(rows * kv_heads, heads // kv_heads, 1, dim)
+        return decode.attend(own, segments, scaling=scaling).view(rows, 1, heads, -1)
+
+    def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:
+        """What `query` `[B, Hkv, G, D]` (scaled) reads."""
         unit, candidates = self.reader.unit, self._num_candidates()
         always, is_sink = self._always(candidates // unit)
         # What sinks and recent tokens have of the attention is left for no other token.
@@ -108,14 +133,14 @@ class SparseReadLayer(ReadingLayer):
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
         units = torch.cat([chosen, always.units], dim=2)
         length = chosen.shape[2] * unit + always.length
-        states = [state[:, :, :length] for state in gather_units(self.table, units, unit)]
-        self.read_bytes = sum(state.nbytes for state in states) + self.reader.read_bytes(summaries)
+        token_bytes = self.table.arena.block_bytes // (self.context.block_size * units.shape[1])
+        self.read_bytes = units.shape[0] * units.shape[1] * length * token_bytes + self.reader.read_bytes(summaries)
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
             rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
             is_read = torch.cat([is_read, rest], dim=2)
-        return Selection(units, is_read, unit, length), states
+        return Selection(units, is_read, unit, length)
 
     @property
     def _num_sink_units(self) -> int:

@@ -33,13 +33,13 @@ class Oracle:
         select = SparseReadLayer._select
 
         def recording(layer, query, mask):
-            selection, states = select(layer, query, mask)
+            selection = select(layer, query, mask)
             tokens = selection.columns(torch.arange(layer.seen).expand(query.shape[0], 1, 1, -1))
             is_read = torch.ones_like(tokens) if selection.is_read is None else selection.seen(None)
             times = torch.zeros(*tokens.shape[:2], layer.seen).scatter_add_(2, tokens, is_read.float())
             assert times.max() == 1, "a token was read twice"
             self.read[layer.context.layer_idx] = times > 0
-            return selection, states
+            return selection
 
         monkeypatch.setattr(SparseReadLayer, "_select", recording)
         monkeypatch.setitem(AttentionInterface._global_mapping, "oracle", self._attend)
@@ -102,6 +102,30 @@ def test_a_step_equals_full_attention_without_the_unread_tokens(
     assert (read < PROMPT).all()
     if amount == {"keep_ratio": None, "budget": 40}:
         assert read.max() <= 40 + 3 + 2 * 3  # whole blocks of 4 around sinks, and the closed part of the recent one
+
+
+@pytest.mark.parametrize("name", ["quest", "page_mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_are_read_where_they_lie(name, dtype, oracle, make_ids, run, monkeypatch):
+    """The decode kernel takes the chosen blocks in place, those of each head and row by their own ids."""
+    both = oracle()
+    in_place, calls = SparseReadLayer._attend_in_place, []
+    monkeypatch.setattr(SparseReadLayer, "_attend_in_place", lambda *args: calls.append(1) or in_place(*args))
+    options = {"block_size": 16, "num_sink_tokens": 4, "num_recent_tokens": 5, "keep_ratio": 0.3}
+    if dtype == torch.bfloat16:
+        both.model.to(dtype)
+        cache = make_cache(both.model, name, **options)
+        run(both.model, cache, make_ids(2, 200), chunks=[190, *[1] * 10])
+        assert len(calls) == 2 * 10
+        return
+    cache, full = make_cache(both.model, name, **options), dynamic(both.oracle)
+    ids = make_ids(3, 240)
+    both.check(run, cache, full, ids[:, :190], steps=1)
+    both.check(run, cache, full, ids[:, 190:212])
+    for c in (cache, full):
+        c.reorder_cache(torch.tensor([2, 0, 0]))
+    both.check(run, cache, full, ids[:, 212:240])
+    assert len(calls) == 2 * 50
 
 
 @pytest.mark.parametrize("name", ["quest", "index"])
