@@ -133,3 +133,11 @@ def attend_causal(
         outputs.append(attend_with_logsumexp(query[:, :, part[0] : stop], *near, mask, scale))
     output, logsumexp = zip(*outputs, strict=True)
     return torch.cat(output, dim=2), torch.cat(logsumexp, dim=2)
+
+
+def few_products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A few query rows `[B, H, M, D]` times many keys `[B, H, n, D]`: `[B, H, M, n]`, float32.
+
+    With the keys on the left, as matrix libraries do not slice long and thin products well along their columns.
+    """
+    return torch.matmul(key, query.transpose(2, 3)).transpose(2, 3).float().contiguous()

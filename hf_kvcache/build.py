@@ -11,6 +11,7 @@ from . import compat
 from .attending_layer import check_takes_over
 from .block_layer import BlockLayer
 from .cache import KVCache
+from .compressed_layer import CompressedLayer
 from .compression import retrieval_scores
 from .encoding import Encoding
 from .evicting_layer import EvictingLayer
@@ -18,10 +19,13 @@ from .eviction_plan import EvictionPlan
 from .layer import LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
+from .readers import ReadBudget, build_reader
+from .reading_layer import ReadingLayer
 from .registry import Recipe, resolve
 from .rotary import Rotary, find_rotary
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
+from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
 
 _FULL = ("full_attention", "hybrid")
@@ -118,6 +122,8 @@ class _Builder:
         """The layer of full attention that the techniques stand for."""
         if self.retention is not None and self.retention.number == 9:
             return self._build_evicting(attention, context)
+        if self.recipe.fills("reading") and self.full.index(context.layer_idx) >= self.options["dense_layers"]:
+            return self._build_reading(attention, context)
         is_windowed = context.layer_idx in self.windowed
         if self.encoding is not None:
             return self.encoding.build(attention, context, is_windowed=is_windowed)
@@ -165,6 +171,15 @@ class _Builder:
             codecs=None if self.encoding is None else self.encoding.codecs_of_any_head(attention, context),
             residual_length=self.options.get("residual_length", 0),
         )
+
+    def _build_reading(self, attention: nn.Module, context: LayerContext) -> ReadingLayer:
+        name, options = self.recipe.fills("reading").name, self.options
+        check_takes_over(name, attention, context)
+        budget = ReadBudget.of(options)
+        if name == "compressed":
+            sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
+            return CompressedLayer(context, budget=budget, **sizes)
+        return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:
         """What turns keys to other positions, if the options ask for it."""

@@ -276,6 +276,47 @@ _POLICIES = (
     ),
 )
 
+
+def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Technique:
+    common = (
+        Option(
+            "budget",
+            "int | None",
+            None,
+            "tokens that a step reads (1024 if nothing is given)",
+            _at_least(1, optional=True),
+        ),
+        Option("keep_ratio", "float | None", None, "share read of the tokens neither first nor recent", _ratio),
+        Option("top_p", "float | None", None, "share of the estimated attention that is read", _ratio),
+        Option("num_sink_tokens", "int", 4, "first tokens that are always read", _at_least(0)),
+        Option("num_recent_tokens", "int", 32, "newest tokens that are always read", _at_least(1)),
+        Option("dense_layers", "int", 0, "first full-attention layers that read everything", _at_least(0)),
+        Option("group", "str", "mean", "how heads that share keys choose: 'mean' or 'max'", _one_of("mean", "max")),
+    )
+    return Technique(name, number, "reading", summary, False, (*common, *options))
+
+
+_CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", _at_least(1))
+_READERS = (
+    _reading("index", "tokens, by a 2-bit copy of the keys"),
+    _reading(
+        "quest",
+        "blocks, by the bounds of their keys",
+        Option("spread", "float", 0.25, "how far a block's keys reach to their bounds: 1 is the paper's", _share),
+    ),
+    _reading("page_mean", "blocks, by their mean keys"),
+    _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
+    _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),
+    _reading("topk", "tokens, by their exact scores: the yardstick"),
+)
+_COMPRESSED = _reading(
+    "compressed",
+    "clusters of tokens: their members, or a summary of them",
+    Option("cluster_size", "int", 16, "tokens a cluster, on average", _at_least(2)),
+    Option("segment_length", "int", 256, "tokens that are clustered together, at least", _at_least(16)),
+    number=6,
+)
+
 TECHNIQUES: dict[str, Technique] = {
     t.name: t
     for t in (
@@ -308,6 +349,8 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         *(_integer_technique(nbits) for nbits in (8, 4, 2)),
         *_POLICIES,
+        _COMPRESSED,
+        *_READERS,
         Technique("fp8", 8, "encoding", "8-bit floating point, a scale a token", False, _EXACT_TOKENS),
         Technique("nf4", 8, "encoding", "bitsandbytes NF4, blocks of 64", False, _EXACT_TOKENS),
         Technique("fp4", 8, "encoding", "bitsandbytes FP4, blocks of 64", False, _EXACT_TOKENS),
@@ -346,6 +389,12 @@ TECHNIQUES: dict[str, Technique] = {
     )
 }
 
+# Roles that do not go together, and why.
+_CONFLICTS = {
+    ("reading", "encoding"): "what a query reads is gathered token by token, and encoded tokens lie in groups",
+    ("reading", "retention"): "one reads some of all tokens, the other lets go of tokens for good",
+}
+
 _NATIVE = "native: caches of models trained with it are held exactly"
 _LATER = "not in this version"
 
@@ -363,8 +412,16 @@ CATALOG: tuple[Family, ...] = (
     ),
     Family(4, "Multi-head latent attention", "heads x dims", True, (), _NATIVE, "https://arxiv.org/abs/2405.04434"),
     Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
-    Family(6, "Compressed attention", "tokens retained", False, (), _LATER, "https://arxiv.org/abs/2502.11089"),
-    Family(7, "Query-aware sparse reads", "reads", False, (), _LATER, "https://arxiv.org/abs/2406.10774"),
+    Family(6, "Compressed attention", "reads", False, ("compressed",), "available", "https://arxiv.org/abs/2502.11089"),
+    Family(
+        7,
+        "Query-aware sparse reads",
+        "reads",
+        False,
+        tuple(r.name for r in _READERS),
+        "available",
+        "https://arxiv.org/abs/2406.10774",
+    ),
     Family(
         8,
         "KV quantization",
@@ -417,6 +474,10 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
                 f"{other.name!r} and {technique.name!r} do not compose: both decide the {technique.role}. Keep one."
             )
         roles[technique.role] = technique
+    for pair, reason in _CONFLICTS.items():
+        if all(role in roles for role in pair):
+            first, second = (roles[role].name for role in pair)
+            raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 
@@ -429,7 +490,7 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
-    amounts = [key for key in ("budget", "keep_ratio", "budget_bytes") if given.get(key) is not None]
+    amounts = [key for key in ("budget", "keep_ratio", "budget_bytes", "top_p") if given.get(key) is not None]
     if len(amounts) > 1:
         raise ValueError(f"{' and '.join(amounts)} all say how much is kept: give one of them.")
     least = sum(given.get(key, known[key].default) for key in ("num_sink_tokens", "num_recent_tokens") if key in known)

@@ -89,8 +89,14 @@ class MemoryReport:
         """What DynamicCache would hold, divided by what is held here: room to grow counts too."""
         return self.dynamic_bytes / self.reserved_bytes if self.reserved_bytes else 1.0
 
+    @property
+    def read_ratio(self) -> float:
+        """What the last step read, summaries included, divided by what is stored."""
+        return self.read_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
     def to_dict(self) -> dict[str, Any]:
-        derived = {"waste_bytes": self.waste_bytes, "compression_ratio": self.compression_ratio}
+        names = ("waste_bytes", "compression_ratio", "read_ratio")
+        derived = {name: getattr(self, name) for name in names}
         return asdict(self) | derived
 
     def table(self) -> Table:
@@ -99,6 +105,7 @@ class MemoryReport:
         kept = f"{self.tokens_kept:,.1f}".removesuffix(".0")
         table.add_row("sequences x tokens seen", f"{self.batch_size} x {self.tokens_seen:,}")
         table.add_row("tokens kept a sequence (mean of attention layers)", kept)
+        read = f"read by the last step ({self.read_ratio:.0%} of stored)"
         for label, size in (
             ("stored", self.stored_bytes),
             ("reserved", self.reserved_bytes),
@@ -107,7 +114,7 @@ class MemoryReport:
             ("on the host", self.host_bytes),
             ("on disk", self.disk_bytes),
             ("saved by sharing blocks", self.shared_bytes),
-            ("read by the last step", self.read_bytes),
+            (read, self.read_bytes),
             ("DynamicCache would store", self.dynamic_bytes),
         ):
             table.add_row(label, format_bytes(size))

@@ -12,6 +12,7 @@ import hf_kvcache
 from hf_kvcache import CACHE_ARG, make_cache, measure
 from hf_kvcache.attending_layer import AttendingLayer
 from hf_kvcache.evicting_layer import EvictingLayer
+from hf_kvcache.reading_layer import ReadingLayer
 from hf_kvcache.sliding_window import SinkWindowLayer
 from hf_kvcache.states import StateLayer
 
@@ -60,6 +61,11 @@ CACHES = (
     Row("adakv", "gemma3", {"keep_ratio": 1.0, "positions": "cache"}),
     Row("h2o", "falcon_h1", {"budget": 128, "when": "decode"}),
     Row("kvzip", "gpt_oss", {"budget": 128}),
+    Row("quest", "llama", {"block_size": 3}),
+    Row("index", "gemma3", {"top_p": 1.0}),
+    Row("page_mean", "falcon_h1", {"keep_ratio": 1.0, "block_size": 4}),
+    Row("sparq", "gpt_oss", {"budget": 128}),
+    Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
 )
 
 
@@ -252,7 +258,11 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     parts = [getattr(layer, "attention", layer) for layer in cache.layers]
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
     notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
+    reading = [part for part in parts if isinstance(part, ReadingLayer)]
+    notes += [(part.first, part.fitted) for part in reading]
+    sides = [side for part in reading for side in part.sides.values()]
     tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair)
-    assert report.stored_bytes == tokens + measure(states) + measure(sinks) + measure(notes)
+    summaries = sum(plane.nbytes for side in sides for plane in side.materialize())
+    assert report.stored_bytes == tokens + summaries + measure(states) + measure(sinks) + measure(notes)
     assert report.reserved_bytes == measure(cache)
     assert report.tokens_seen == LENGTH

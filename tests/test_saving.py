@@ -13,6 +13,8 @@ _CODED = {"residual_length": 24, "num_sink_tokens": 4}
 _INTEGER = _CODED | {"q_group_size": 16}
 _WINDOW = {"sliding_window": 30, "num_sink_tokens": 4, "block_size": 3}
 _EVICTED = {"budget": 40, "when": "both", "interval": 30}
+_READ = {"keep_ratio": 0.3, "num_recent_tokens": 5, "block_size": 4}
+_READERS = [name for name, technique in registry.TECHNIQUES.items() if technique.number == 7]
 _POLICIES = [name for name, technique in registry.TECHNIQUES.items() if technique.number == 9]
 
 # (cache, model, options, config of the model); every technique at least once, past what it keeps of a short text.
@@ -40,6 +42,8 @@ CACHES = (
     ("kvzip", "gemma3", {"budget": 40}, {}),
     ("adakv+int8", "llama", _EVICTED | _INTEGER, {}),
     ("blend+turboquant", "falcon_h1", _EVICTED | _CODED, {}),
+    *((name, "llama", _READ, {"max_position_embeddings": 512}) for name in _READERS),
+    ("compressed", "gemma3", _READ | {"segment_length": 16}, {}),
     ("turboquant", "llama", _CODED | {"residual_length": 0}, {"max_position_embeddings": 512}),
 )
 
@@ -145,7 +149,15 @@ def test_the_file_holds_the_stored_bytes_and_a_header(model, new_cache, run, mak
     header = int.from_bytes(path.read_bytes()[:8], "little")
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    host = ("block_ids", "sha256", "counts", "num_groups", "kept.rows", "scaling")  # no tensors of the cache
+    host = (
+        "block_ids",
+        "sha256",
+        "counts",
+        "num_groups",
+        "kept.rows",
+        "scaling",
+        "segments.ends",
+    )  # no tensors of the cache
     overhead = sum(t.nbytes for name, t in tensors.items() if name.endswith(host) or name.startswith("calibration"))
     # A calibrated codec's own tensors are made from its statistics, which is what the file has.
     parts = [getattr(layer, "attention", layer) for layer in cache.layers]

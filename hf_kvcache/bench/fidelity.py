@@ -1,7 +1,8 @@
 """How far a cache moves the model's next-token distributions: KL divergence from the full cache on forced text.
 
 A prefix is prefilled, then the text goes on in small chunks, so that later tokens attend to what the cache made of
-earlier ones. Perplexity alone hides what this shows: two errors may cancel in it, not in a divergence.
+earlier ones; caches that read sparsely are given it a token at a time. Perplexity alone hides what this shows: two
+errors may cancel in it, not in a divergence.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache
 from ..build import make_cache
 from ..cache import KVCache
 from ..compat import CACHE_ARG
+from .forced import step_length
 from .labels import cache_label, model_label
 
 CHUNK_LENGTH = 64
@@ -24,13 +26,14 @@ CHUNK_LENGTH = 64
 
 @dataclass(frozen=True)
 class FidelityRow:
-    """One cache on one text: divergences in nats, bits a value from the live storages."""
+    """One cache on one text: divergences in nats, bits a value from the live storages, reads of the last step."""
 
     cache: str
     kl: float
     delta_nll: float
     top1_agreement: float
     marginal_bits_per_value: float
+    read_ratio: float
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ class FidelityBench:
         """A rich table, one line a cache."""
         title = f"fidelity: {self.model}, {self.dtype}, {self.scored} tokens after {self.prefix}"
         table = Table(title=title)
-        for column in ("cache", "KL (nats)", "NLL - full", "top-1 agreement", "marginal bits a value"):
+        for column in ("cache", "KL (nats)", "NLL - full", "top-1 agreement", "marginal bits a value", "read / stored"):
             table.add_column(column, justify="left" if column == "cache" else "right")
         for row in self.rows:
             figures = f"{row.kl:.5f}", f"{row.delta_nll:+.4f}", f"{row.top1_agreement:.3f}"
-            table.add_row(row.cache, *figures, f"{row.marginal_bits_per_value:.2f}")
+            table.add_row(row.cache, *figures, f"{row.marginal_bits_per_value:.2f}", f"{row.read_ratio:.2f}")
         return table
 
 
@@ -98,13 +101,15 @@ def bench_fidelity(
             progress(label)
         cache = make_cache(model, name, **options)
         got = _log_probs(model, cache, ids, prefix)
+        report = cache.report()
         rows.append(
             FidelityRow(
                 cache=label,
                 kl=(full.exp() * (full - got)).sum(-1).mean().item(),
                 delta_nll=(full.gather(1, targets) - got.gather(1, targets)).mean().item(),
                 top1_agreement=(full.argmax(-1) == got.argmax(-1)).float().mean().item(),
-                marginal_bits_per_value=cache.report().marginal_bits_per_value,
+                marginal_bits_per_value=report.marginal_bits_per_value,
+                read_ratio=report.read_ratio,
             )
         )
     return FidelityBench(
@@ -118,7 +123,7 @@ def bench_fidelity(
 
 def _log_probs(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, prefix: int) -> torch.Tensor:
     """Log-probabilities `[scored, vocabulary]`, float32, of the tokens after the prefix."""
-    edges = [0, *range(prefix, ids.shape[1] - 1, CHUNK_LENGTH), ids.shape[1] - 1]
+    edges = [0, *range(prefix, ids.shape[1] - 1, step_length(cache, CHUNK_LENGTH)), ids.shape[1] - 1]
     parts = []
     for start, stop in pairwise(edges):
         logits = model(ids[:, start:stop], use_cache=True, **{CACHE_ARG: cache}).logits[0]

@@ -8,7 +8,7 @@ Perplexity is about likely words and hides what is forgotten; an answer that sta
   sees the question. The first answer token is the prompt's own output, as it is for a user.
 
 The answer is forced. It is an exact match if every one of its tokens is the most likely one, which is what greedy
-decoding would have written.
+decoding would have written. Caches that read sparsely are given questions and answers a token at a time.
 """
 
 import copy
@@ -26,6 +26,7 @@ from ..build import make_cache
 from ..cache import KVCache
 from ..compat import CACHE_ARG
 from ..report import measure
+from .forced import forced_logits
 from .labels import cache_label, model_label
 from .recall_result import RecallBench, RecallRow, Score, summarize
 from .recall_tasks import TASKS, Question, Sample, make_samples
@@ -143,7 +144,7 @@ def _ask(model: PreTrainedModel, cache: Cache, questions: Sequence[Question], he
     if len(questions) > 1:
         copies.batch_repeat_interleave(len(questions))
     rows = [torch.tensor(question.text + question.answer[:-1]) for question in questions]
-    logits = model(pad_sequence(rows, batch_first=True).to(model.device), use_cache=True, **{CACHE_ARG: copies}).logits
+    logits = forced_logits(model, copies, pad_sequence(rows, batch_first=True).to(model.device))
     return [
         score_answer(row[len(question.text) - 1 : len(question.text) - 1 + len(question.answer)], question, held)
         for row, question in zip(logits, questions, strict=True)
@@ -168,7 +169,7 @@ def ask_seen(model: PreTrainedModel, build: Callable[[], Cache], sample: Sample)
         held, logits = measure(cache), [first.logits[0]]
         if len(question.answer) > 1:
             forced = torch.tensor([question.answer[:-1]], device=model.device)
-            logits.append(model(forced, use_cache=True, **{CACHE_ARG: cache}).logits[0])
+            logits.append(forced_logits(model, cache, forced)[0])
         scores.append(score_answer(torch.cat(logits), question, held))
     return scores
 

@@ -41,6 +41,7 @@ class BlockTable:
         self.stop = 0
         self._spans: list[Span] | None = None
         self._one_run: list[torch.Tensor] | None = None
+        self._device_ids: torch.Tensor | None = None
         self._owns_open_block = False
         arena.add_table(self)
 
@@ -90,7 +91,7 @@ class BlockTable:
 
     def _set_ids(self, block_ids: np.ndarray) -> None:
         self.block_ids = block_ids
-        self._spans = self._one_run = None
+        self._spans = self._one_run = self._device_ids = None
         self._owns_open_block = False
 
     # --- writing
@@ -181,6 +182,15 @@ class BlockTable:
             run, length = self.spans[0].runs[0], self.block_ids.shape[1] * self.arena.block_size
             self._one_run = [self.arena.view(plane, run, 0, length) for plane in range(len(self.arena.planes))]
         return self._one_run
+
+    @property
+    def device_ids(self) -> torch.Tensor:
+        """`block_ids` on the arena's device, copied there when they have changed."""
+        if self.arena.pool.device.type == "cpu":
+            return torch.from_numpy(self.block_ids)  # the same memory
+        if self._device_ids is None:
+            self._device_ids = torch.from_numpy(self.block_ids).to(self.arena.pool.device)
+        return self._device_ids
 
     def slots(self, begin: int, stop: int) -> torch.Tensor:
         """Slots of the tokens `[begin, stop)`, int64 `[B, stop - begin]`, on the arena's device."""

@@ -57,6 +57,14 @@ def dense_store(states: torch.Tensor) -> Store:
     return store
 
 
+def run_store(plane: torch.Tensor, dim: int, unit: int) -> Store:
+    """Keys or values of `dim` channels, token after token in `plane`; a group is a run of `unit` tokens."""
+    size = dim * plane.element_size()
+    store = Store(form=_FORMS[plane.dtype], dim=dim, stride=size)
+    store.codes = Plane(plane.data_ptr(), 0, 0, unit * size)
+    return store
+
+
 def coded_store(form: StoredForm, planes: Sequence[torch.Tensor], group_length: int) -> Store:
     """Planes `[H, blocks, *]` of a codec: all rows lie in them, and a block is a group of tokens."""
     assert group_length % 16 == form.dim % form.block == form.block % 16 == 0, f"vectors of 16: {group_length}, {form}"

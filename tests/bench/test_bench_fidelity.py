@@ -51,6 +51,15 @@ def test_figures_by_hand(model, make_ids):
     assert row.kl == pytest.approx(kl, rel=1e-3)
 
 
+def test_sparse_reads_are_measured_token_by_token(model, make_ids):
+    """In longer forwards they read everything, and would diverge by nothing."""
+    options = {"keep_ratio": 0.1, "num_recent_tokens": 8}
+    caches = [("topk", options), ("topk", options | {"keep_ratio": 0.5}), ("topk", options | {"keep_ratio": 1.0})]
+    rows = bench_fidelity(model, make_ids(1, 200), caches=caches, prefix=100, scored=90).rows
+    assert rows[0].kl > rows[1].kl > 1e-4 > abs(rows[2].kl)
+    assert rows[0].read_ratio < rows[1].read_ratio < 1
+
+
 def test_a_short_text_is_refused(model, make_ids):
     with pytest.raises(ValueError, match="the text has 50 tokens and prefix=60 with scored=20 needs 80"):
         bench_fidelity(model, make_ids(1, 50), caches=[], prefix=60, scored=20)

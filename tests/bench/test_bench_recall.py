@@ -88,6 +88,21 @@ def test_exact_caches_score_as_a_forward_without_a_cache(name, ask, cache, sampl
 
 @pytest.mark.parametrize("ask", [ask_unseen, ask_seen])
 @torch.no_grad()
+def test_sparse_reads_answer_token_by_token(ask, sample, tiny_model):
+    """In longer forwards they read everything, and would answer as the full cache does."""
+    model = sharpen(tiny_model("llama"))
+    options = {"num_recent_tokens": 1, "num_sink_tokens": 0, "block_size": 4}
+    nll = []
+    for ratio in (0.05, 1.0):
+        scores = ask(model, lambda ratio=ratio: make_cache(model, "topk", keep_ratio=ratio, **options), sample)
+        nll.append(statistics.fmean(score.nll for score in scores))
+    exact = statistics.fmean(score.nll for score in ask(model, lambda: make_cache(model), sample))
+    assert nll[1] == pytest.approx(exact, rel=1e-4)
+    assert nll[0] != pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.parametrize("ask", [ask_unseen, ask_seen])
+@torch.no_grad()
 def test_what_greedy_decoding_writes_is_an_exact_match(ask, sample, tiny_model):
     model, context = tiny_model("llama"), sample.context
     questions = []

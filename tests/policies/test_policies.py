@@ -23,6 +23,8 @@ from hf_kvcache.policies.streaming_llm import StreamingLLM
 from hf_kvcache.policies.tova import Tova
 from hf_kvcache.rotary import find_rotary
 
+pytestmark = pytest.mark.core
+
 ROWS, HEADS, GROUPS, LENGTH, DIM = 2, 2, 3, 37, 16
 FIRST = [0, 9]
 
@@ -166,7 +168,7 @@ def test_expected_attention_is_the_expectation_over_queries_to_come(tiny_model):
     """Against samples: the mean of softmax numerators over normal queries at all future positions is what is scored."""
     model = tiny_model("llama", head_dim=DIM)
     attention = model.model.layers[0].self_attn
-    rotary = find_rotary(model, attention, "full_attention", user="a test", remedy="")
+    rotary = find_rotary(model, attention, "full_attention", refusal="")
     policy = ExpectedAttention(rotary=rotary, num_future_tokens=4, num_sink_tokens=2, epsilon=0.0)
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(1, 4, 500, DIM, generator=generator) * 0.3 + 0.5

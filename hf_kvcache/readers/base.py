@@ -1,0 +1,52 @@
+"""What a reader is: small summaries of closed blocks, and estimates from them of what a query attends to."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ..blocks.arena import Plane
+
+
+class Reader(ABC):
+    """Estimates attention scores without reading the keys. Each subclass names its paper and where it differs.
+
+    A block is summarised once, when it is full, and never again. Summaries are planes `[B, Hkv, N, *]`, a slot a block.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    fit_length = 0  # tokens to have before the first block is summarised
+    reads_keys = False  # whether `scores` is given the stored keys, and there are no summaries
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.unit = 1  # tokens that one score stands for: 1, or a block
+
+    @abstractmethod
+    def planes(self, num_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Plane, ...]:
+        """What a block stores, for each tensor that `summarise` returns."""
+
+    def fit(self, keys: torch.Tensor, is_token: torch.Tensor) -> list[torch.Tensor]:
+        """Constants of each row, `[B, ...]`, from its first keys `[B, Hkv, T, D]`, but padding."""
+        return []
+
+    @abstractmethod
+    def summarise(self, keys: torch.Tensor, fitted: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Keys `[B, Hkv, n * block_size, D]` to one `[B, Hkv, n, *]` tensor a plane."""
+
+    @abstractmethod
+    def scores(self, query: torch.Tensor, summaries: list[torch.Tensor], fitted: list[torch.Tensor]) -> torch.Tensor:
+        """Estimated log mass of each unit: the logarithm of the sum of `exp(query . key)` over its tokens.
+
+        Args:
+            query: `[B, Hkv, G, D]`, the query heads of each KV head, already scaled.
+            summaries: the planes of all candidate blocks; with `reads_keys`, their keys `[B, Hkv, T, D]`.
+
+        Returns:
+            `[B, Hkv, G, units]`, float32.
+        """
+
+    def read_bytes(self, summaries: list[torch.Tensor]) -> int:
+        """Bytes of `summaries` that `scores` reads."""
+        return sum(summary.nbytes for summary in summaries)

@@ -1,0 +1,28 @@
+"""Page means: the mean key of a block stands for all of its keys.
+
+Stores one key a block: half of what Quest's bounds take. Reads whole blocks.
+Papers: Lu et al. 2025, MoBA, https://arxiv.org/abs/2502.13189, trains with this choice; here the model is as it is.
+"""
+
+import math
+
+from ..attention import few_products
+from ..blocks.arena import Plane
+from .base import Reader
+
+
+class PageMean(Reader):
+    """The mean key of each block, `[B, Hkv, N, D]`."""
+
+    def __init__(self, block_size: int):
+        super().__init__(block_size)
+        self.unit = block_size
+
+    def planes(self, num_heads, head_dim, dtype):
+        return (Plane(num_heads, head_dim, dtype),)
+
+    def summarise(self, keys, fitted):
+        return [keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3).to(keys.dtype)]
+
+    def scores(self, query, summaries, fitted):
+        return few_products(query, summaries[0]) + math.log(self.block_size)

@@ -1,0 +1,23 @@
+"""Top-k oracle: choose tokens by their exact scores. Reads all keys: a yardstick for the other readers, not a saving.
+
+Saves the values of the tokens that are not chosen, so that at most half of the bytes are not read.
+Paper: Gupta et al. 2021, Memory-efficient Transformers via Top-k Attention, https://arxiv.org/abs/2106.06899.
+"""
+
+from ..attention import few_products
+from .base import Reader
+
+
+class TopK(Reader):
+    """Stores nothing besides the keys."""
+
+    reads_keys = True
+
+    def planes(self, num_heads, head_dim, dtype):
+        return ()
+
+    def summarise(self, keys, fitted):
+        return []
+
+    def scores(self, query, summaries, fitted):
+        return few_products(query, summaries[0])

@@ -1,0 +1,176 @@
+"""Query-aware sparse reads (technique 7): all tokens stay stored, and a decode step reads those its query needs.
+
+Cuts reads, not memory: the cache is complete and summaries come on top. Approximate. A prompt, and every forward of
+several tokens, reads everything. Which tokens a query needs is estimated from summaries of closed blocks by a reader
+(`hf_kvcache.readers`); sinks, recent tokens and the open block are always read.
+Not for short contexts: choosing costs more than it saves below a few thousand tokens.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .attention import can_merge
+from .blocks import Arena, BlockTable
+from .blocks.gather import gather_units, places
+from .kernels import decode, native
+from .layer import LayerContext
+from .masks import as_mask_for, restrict_mask, visible
+from .readers import ReadBudget, Reader
+from .readers.selection import Selection
+from .reading_layer import ReadingLayer
+
+
+class SparseReadLayer(ReadingLayer):
+    """All tokens in blocks, and the reader's summaries of closed blocks, one slot a block.
+
+    Args:
+        context: where the blocks come from.
+        name: of the technique, in messages.
+        reader: estimates what a query attends to.
+        budget: how much a query reads.
+    """
+
+    def __init__(self, context: LayerContext, *, name: str, reader: Reader, budget: ReadBudget):
+        super().__init__(context, name=name, budget=budget)
+        self.reader = reader
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if planes := self.reader.planes(*self.table.arena.specs[0]):
+            arena = Arena(self.context.pool(self.device), planes, block_size=1)
+            self.sides["summaries"] = BlockTable(arena, key_states.shape[0])
+
+    @property
+    def summaries(self) -> BlockTable | None:
+        """The reader's summaries, or None if it has none."""
+        return self.sides.get("summaries")
+
+    @property
+    def marginal_bits(self) -> float:
+        extra = 0 if self.summaries is None else self.summaries.arena.block_bytes
+        return super().marginal_bits + 8 * extra / (self.context.block_size * self.values_per_token)
+
+    def _summarise(self, mask: torch.Tensor | None) -> None:
+        if self.summaries is None:
+            return
+        size, done = self.context.block_size, self.summaries.length
+        closed = self.seen // size
+        if closed == done or (not done and self.seen < self.reader.fit_length):
+            return
+        keys = self.table.materialize(done * size)[0][:, :, : (closed - done) * size]
+        if not done:
+            slots = torch.arange(keys.shape[2], device=self.device)
+            self.fitted = self.reader.fit(keys, slots >= self.first.slots[:, None])
+        self.summaries.append(self.reader.summarise(keys, self.fitted))
+
+    def _crop_sides(self) -> None:
+        if self.summaries is not None:
+            self.summaries.crop(max(0, self.summaries.length - self.seen // self.context.block_size))
+
+    def _num_candidates(self) -> int:
+        """Tokens a row that are chosen from: those of closed blocks before the recent tokens."""
+        size = self.context.block_size
+        closed = max(0, self.seen - self.budget.num_recent_tokens) // size
+        return size * (closed if self.summaries is None else min(closed, self.summaries.length))
+
+    def _reads_all(self) -> bool:
+        return self.budget.reads_all(self._num_candidates(), self.reader.unit)
+
+    def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
+        scaling, unit = kwargs.get("scaling"), self.reader.unit
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
+        selection = self._select(packed * scale, mask)
+        is_plain = mask is None and selection.is_read is None and can_merge(base, kwargs)
+        # The kernel reads whole vectors of 16 tokens.
+        if is_plain and unit % 16 == 0 and decode.can_serve(query, None, self._dims) and native.library():
+            return self._attend_in_place(query, selection, scaling), None
+        states = [state[:, :, : selection.length] for state in gather_units(self.table, selection.units, unit)]
+        own = self._own_mask(module, mask, selection, query.dtype)
+        return self._attend_gathered(base, module, query, states, own, args, kwargs)
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(spec.dim for spec in self.table.arena.specs)
+
+    def _attend_in_place(self, query: torch.Tensor, selection: Selection, scaling: float | None) -> torch.Tensor:
+        """All that is selected, by the decode kernel where it lies: a KV head of a row is a row of the kernel."""
+        rows, heads, _, dim = query.shape
+        kv_heads, unit = selection.units.shape[1], self.reader.unit
+        open_length = selection.length % unit  # of the last block, which has room left
+        whole = selection.units[:, :, : selection.length // unit]
+        ids = places(self.table, whole, unit).flatten(0, 1)
+        segments = [decode.chosen_segment(self.table.arena.planes, ids, self._dims, unit)]
+        if open_length:
+            newest = self.table.materialize(self.seen - open_length)
+            segments.append(decode.dense_segment([state.flatten(0, 1).unsqueeze(1) for state in newest]))
+        own = query.view(rows * kv_heads, heads // kv_heads, 1, dim)
+        return decode.attend(own, segments, scaling=scaling).view(rows, 1, heads, -1)
+
+    def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:
+        """What `query` `[B, Hkv, G, D]` (scaled) reads."""
+        unit, candidates = self.reader.unit, self._num_candidates()
+        always, is_sink = self._always(candidates // unit)
+        # What sinks and recent tokens have of the attention is left for no other token.
+        keys = gather_units(self.table, always.units, unit, num_planes=1)[0][:, :, : always.length]
+        anyway = torch.matmul(query, keys.transpose(2, 3)).float()
+        if (seen := always.seen(mask)) is not None:
+            anyway.masked_fill_(~seen.unsqueeze(2), -math.inf)
+        if self.reader.reads_keys:
+            summaries = [self.table.materialize()[0][:, :, :candidates]]
+        else:
+            blocks = candidates // self.context.block_size
+            summaries = [plane[:, :, :blocks] for plane in self.summaries.materialize()]
+        scores = self.reader.scores(query, summaries, self.fitted)
+        hidden = is_sink[:, None, None]
+        if mask is not None:
+            hidden = hidden | ~visible(mask[..., :candidates]).unflatten(3, (-1, unit)).any(dim=4)
+        scores.masked_fill_(hidden, -math.inf)
+        count = max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
+        chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
+        units = torch.cat([chosen, always.units], dim=2)
+        length = chosen.shape[2] * unit + always.length
+        token_bytes = self.table.arena.block_bytes // (self.context.block_size * units.shape[1])
+        self.read_bytes = units.shape[0] * units.shape[1] * length * token_bytes + self.reader.read_bytes(summaries)
+        if mask is None and not self.first.is_padded and self.budget.top_p is None:
+            is_read = None  # every row has `count` units to choose from
+        else:
+            rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
+            is_read = torch.cat([is_read, rest], dim=2)
+        return Selection(units, is_read, unit, length)
+
+    @property
+    def _num_sink_units(self) -> int:
+        """Units that the sinks of a row lie in, at most."""
+        sinks, unit = self.budget.num_sink_tokens, self.reader.unit
+        return 0 if not sinks else (sinks - 1 + (unit - 1 if self.first.is_padded else 0)) // unit + 1
+
+    def _always(self, candidates: int) -> tuple[Selection, torch.Tensor]:
+        """The units of sinks and recent tokens, and which of the `candidates` units have sinks, `[B, candidates]`."""
+        unit, sinks = self.reader.unit, self.budget.num_sink_tokens
+        begin = (self.first.slots // unit)[:, None]
+        end = -(-(self.first.slots + sinks) // unit)[:, None]
+        units = torch.arange(-(-self.seen // unit), device=self.device)
+        is_sink = (units[:candidates] >= begin) & (units[:candidates] < end)
+        own = begin + units[: self._num_sink_units]
+        is_read = (own < end) & (own < candidates)
+        recent = units[candidates:].expand(len(own), -1)
+        heads = self.table.arena.specs[0].num_heads
+        together = [
+            torch.cat(pair, dim=1).unsqueeze(1).expand(-1, heads, -1)
+            for pair in ((own * is_read, recent), (is_read, torch.ones_like(recent, dtype=torch.bool)))
+        ]
+        is_whole = not self.first.is_padded and self._num_sink_units <= candidates
+        length = own.shape[1] * unit + self.seen - candidates * unit
+        return Selection(together[0], None if is_whole else together[1], unit, length), is_sink
+
+    def _own_mask(self, module, mask, selection: Selection, dtype) -> torch.Tensor | None:
+        """The mask of the tokens gathered, `[B, H, 1, length]`, in the model's own form, or None if all are seen."""
+        own = None if mask is None else selection.columns(mask).unsqueeze(2)
+        if selection.is_read is None:
+            return own
+        is_read = selection.seen(None).unsqueeze(2)
+        return as_mask_for(module, is_read, dtype) if own is None else restrict_mask(module, own, is_read, dtype)
