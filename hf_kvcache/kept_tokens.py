@@ -170,6 +170,12 @@ class KeptTokens:
         groups = np.where(is_there, starts[..., None] + places, 0)
         return torch.from_numpy(groups).to(self.slots.device), torch.from_numpy(~is_there).to(self.slots.device)
 
+    def group_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Index of each group of each head of `rows`, int64 `[B * H, n]`; 0 where a head has fewer than others."""
+        if (found := self._groups_of(rows)) is None:
+            return np.arange(len(self.slots)).reshape(len(rows) * self.num_heads, -1)
+        return found[0].flatten(0, 1).cpu().numpy()
+
     def padded_slots(self, rows: np.ndarray) -> torch.Tensor:
         """Slots `[B, H, w]` of `rows`, int64; -1 where a head holds no token."""
         if (found := self._groups_of(rows)) is None:
