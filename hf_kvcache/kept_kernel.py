@@ -71,7 +71,7 @@ def _is_seen(slots: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
     is_token = slots >= 0
     if seen is None:
         return is_token
-    return seen.unsqueeze(1).expand(-1, slots.shape[1], -1).gather(2, slots.clamp(min=0)) & is_token
+    return seen.unsqueeze(1).expand(-1, slots.shape[1], -1).gather(2, slots.clamp(min=0).long()) & is_token
 
 
 def _segment(store: KeptTokens, ids: np.ndarray, offset: int) -> decode.Segment:

@@ -177,11 +177,11 @@ class KeptTokens:
         return found[0].flatten(0, 1).cpu().numpy()
 
     def padded_slots(self, rows: np.ndarray) -> torch.Tensor:
-        """Slots `[B, H, w]` of `rows`, int64; -1 where a head holds no token."""
+        """Slots `[B, H, w]` of `rows`, int32; -1 where a head holds no token. A view where all heads are even."""
         if (found := self._groups_of(rows)) is None:
-            return self.slots.view(len(rows), self.num_heads, -1).long()
+            return self.slots.view(len(rows), self.num_heads, -1)
         groups, is_absent = found
-        return self.slots[groups].masked_fill(is_absent.unsqueeze(-1), -1).flatten(2).long()
+        return self.slots[groups].masked_fill(is_absent.unsqueeze(-1), -1).flatten(2)
 
     def padded(self, rows: np.ndarray) -> list[torch.Tensor]:
         """Keys and values `[B, H, w, D]` of `rows`: a view where nothing is encoded and all heads are even.
