@@ -314,6 +314,7 @@ _COMPRESSED = _reading(
     "clusters of tokens: their members, or a summary of them",
     Option("cluster_size", "int", 16, "tokens a cluster, on average", _at_least(2)),
     Option("segment_length", "int", 256, "tokens that are clustered together, at least", _at_least(16)),
+    Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", _one_of("all", "selected")),
     number=6,
 )
 
@@ -505,6 +506,8 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
             "Give positions='original', or use 'sliding_window' alone."
         )
+    if given.get("keep") == "selected" and given.get("keep_ratio") is None:
+        raise ValueError("keep='selected' keeps a share of the old tokens for good: give keep_ratio, like 0.2.")
     check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
 
