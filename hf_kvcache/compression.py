@@ -93,7 +93,10 @@ def _read_again(
         positions = slots[past:] - first_slot[:, None]
         inputs = {"input_ids": chunk, "use_cache": True, compat.CACHE_ARG: reading}
         inputs["position_ids"] = positions.to(chunk.device)
-        if not bool(is_real.all()):
+        is_padded = not bool(is_real.all())
+        if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()
+        for layer in layers:
+            layer.reconstruction.is_padding = ~is_real[:, past:].to(layer.device) if is_padded else None
         model.get_decoder()(**inputs)
     return [layer.reconstruction for layer in layers]

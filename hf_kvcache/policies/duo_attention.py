@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .base import Held, Observer, Policy, Queries
+from .base import Held, Observer, Policy
 from .reconstruction import Reconstruction
 from .selection import best_of_each_head
 
@@ -50,12 +50,15 @@ class DuoAttention(Policy):
 class InductionProbe(Reconstruction):
     """Of random tokens that are read twice, how much each KV head attends to the token after the same one, `[Hkv]`."""
 
-    def note(self, weights: torch.Tensor, queries: Queries) -> None:
-        read = self.most.shape[-1]
-        following = queries.start - read + 1 + torch.arange(weights.shape[3], device=weights.device)
-        inside = following < read
-        looked_up = weights[:, :, :, torch.arange(len(inside))[inside], following[inside]]  # [B, Hkv, G, T]
-        # A KV head retrieves if any query head of its group does.
-        self.strength = self.strength + looked_up.sum(dim=(0, 3)).amax(dim=-1)
+    def __init__(self, held: Held):
+        super().__init__(held)
+        self.strength = torch.zeros(held.slots.shape[1], device=held.slots.device)
 
-    strength: torch.Tensor | float = 0.0
+    def note(self, scores: torch.Tensor, start: int) -> None:
+        # The second reading begins at the slot after the last of the first.
+        length = scores.shape[-1]
+        following = start - length + 1 + torch.arange(scores.shape[3], device=scores.device)
+        places = torch.arange(len(following), device=scores.device)[following < length]
+        looked_up = scores[:, :, :, places, following[places]].exp()  # [B, Hkv, G, T]
+        # A KV head retrieves if any query head of its group does.
+        self.strength += looked_up.sum(dim=(0, 3)).amax(dim=-1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_kvcache import make_cache
+from hf_kvcache.compression import _read_again, retrieval_scores
 from hf_kvcache.policies.base import Held, Queries
 from hf_kvcache.policies.expected_attention import ExpectedAttention
 from hf_kvcache.policies.h2o import H2O
@@ -15,11 +16,14 @@ from hf_kvcache.policies.lagkv import LagKV
 from hf_kvcache.policies.observers import attention_weights
 from hf_kvcache.policies.pyramidkv import PyramidKV
 from hf_kvcache.policies.random import Random
+from hf_kvcache.policies.reconstruction import Reconstruction
 from hf_kvcache.policies.selection import best_of_all_heads, best_of_all_layers, best_of_each_head, smooth
 from hf_kvcache.policies.snapkv import SnapKV
 from hf_kvcache.policies.streaming_llm import StreamingLLM
 from hf_kvcache.policies.tova import Tova
 from hf_kvcache.rotary import find_rotary
+
+pytestmark = pytest.mark.core
 
 ROWS, HEADS, GROUPS, LENGTH, DIM = 2, 2, 3, 37, 16
 FIRST = [0, 9]
@@ -164,7 +168,7 @@ def test_expected_attention_is_the_expectation_over_queries_to_come(tiny_model):
     """Against samples: the mean of softmax numerators over normal queries at all future positions is what is scored."""
     model = tiny_model("llama", head_dim=DIM)
     attention = model.model.layers[0].self_attn
-    rotary = find_rotary(model, attention, "full_attention", user="a test", remedy="")
+    rotary = find_rotary(model, attention, "full_attention", refusal="")
     policy = ExpectedAttention(rotary=rotary, num_future_tokens=4, num_sink_tokens=2, epsilon=0.0)
     generator = torch.Generator().manual_seed(0)
     raw = torch.randn(1, 4, 500, DIM, generator=generator) * 0.3 + 0.5
@@ -240,3 +244,43 @@ def test_all_heads_keep_the_same_tokens_where_asked(tiny_model, run, make_ids):
         cache.compress()
         slots = [layer.held().slots for layer in cache.layers]
         assert all(torch.equal(s[:, 0], s[:, 1]) for s in slots) == alike
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("chunk_length", [64, 11])
+def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
+    is_padded, chunk_length, tiny_model, run, make_ids, left_pad, monkeypatch
+):
+    """Against the attention weights of the model itself, eager, over the text and each chunk of its repetition."""
+    model = tiny_model("llama")
+    lengths = [40, 23] if is_padded else [40, 40]
+    ids, mask = left_pad(make_ids(2, 40), lengths)
+    cache = make_cache(model, "kvzip", budget=25, chunk_length=chunk_length)
+    run(model, cache, ids, mask)
+    monkeypatch.setattr("hf_kvcache.policies.reconstruction._QUERIES_AT_A_TIME", 7)
+    reads = _read_again(model, cache, ids, Reconstruction, chunk_length)
+    model.set_attn_implementation("eager")
+    expected = [torch.zeros(2, 2, 40) for _ in reads]
+    for begin in range(0, 40, chunk_length):
+        part = slice(begin, begin + chunk_length)
+        both, both_mask = torch.cat([ids, ids[:, part]], 1), torch.cat([mask, mask[:, part]], 1)
+        positions = torch.arange(both.shape[1]) - mask.argmax(-1)[:, None]
+        with torch.no_grad():
+            out = model(both, attention_mask=both_mask, position_ids=positions.clamp(min=0), output_attentions=True)
+        for most, weights in zip(expected, out.attentions, strict=True):
+            real = weights[:, :, 40:, :40] * mask[:, None, part, None]
+            most.copy_(torch.maximum(most, real.unflatten(1, (2, 2)).amax(dim=(2, 3))))
+    for read, most in zip(reads, expected, strict=True):
+        is_real = mask[:, None].bool().expand_as(most)
+        torch.testing.assert_close(read.most[is_real], most[is_real], atol=1e-5, rtol=1e-4)
+
+
+def test_retrieval_heads_are_those_that_look_up_what_came_before(tiny_model):
+    model = tiny_model("llama")
+    scores = retrieval_scores(model, lambda: make_cache(model, "streaming_llm"))
+    assert [len(heads) for heads in scores] == [2, 2]
+    assert all(0 < score < 256 for heads in scores for score in heads)
+    assert retrieval_scores(model, None) is scores  # once a model
+    cache = make_cache(model, "duo_attention", budget=40, pattern=[[0.1, 0.9], [0.5, 0.2]])
+    places = [layer.policy.places for layer in cache.layers]
+    assert places == [[3, 0], [1, 2]]
