@@ -413,7 +413,15 @@ CATALOG: tuple[Family, ...] = (
     ),
     Family(4, "Multi-head latent attention", "heads x dims", True, (), _NATIVE, "https://arxiv.org/abs/2405.04434"),
     Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
-    Family(6, "Compressed attention", "reads or tokens retained", False, ("compressed",), "available", "https://arxiv.org/abs/2502.11089"),
+    Family(
+        6,
+        "Compressed attention",
+        "reads or tokens retained",
+        False,
+        ("compressed",),
+        "available",
+        "https://arxiv.org/abs/2502.11089",
+    ),
     Family(
         7,
         "Query-aware sparse reads",
