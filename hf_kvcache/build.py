@@ -27,6 +27,7 @@ from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
+from .summary_layer import SummaryLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
@@ -178,7 +179,8 @@ class _Builder:
         budget = ReadBudget.of(options)
         if name == "compressed":
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
-            return CompressedLayer(context, budget=budget, **sizes)
+            layer = SummaryLayer if options["keep"] == "selected" else CompressedLayer
+            return layer(context, budget=budget, **sizes)
         return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:

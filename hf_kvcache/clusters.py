@@ -35,11 +35,12 @@ def cluster_tokens(keys: torch.Tensor, values: torch.Tensor, is_member: torch.Te
     Args:
         keys: `[B, H, n, D]`, rotated to their positions.
         values: `[B, H, n, Dv]`.
-        is_member: bool `[B, n]`; other tokens (padding, sinks) belong to no cluster.
+        is_member: bool `[B, n]` or `[B, H, n]`; other tokens (padding, sinks) belong to no cluster.
         num_clusters: at most; some may stay empty.
     """
     rows, heads, length, _ = keys.shape
-    weight = is_member[:, None].expand(rows, heads, length).flatten(0, 1).float()  # [R, n]
+    is_member = is_member.unsqueeze(1) if is_member.ndim == 2 else is_member
+    weight = is_member.expand(rows, heads, length).flatten(0, 1).float()  # [R, n]
     nearest = _k_means(keys.flatten(0, 1).float(), weight, num_clusters)
     nearest = nearest.masked_fill_(weight == 0, num_clusters)  # one cluster more, of those that belong to none
     counts = weight.new_zeros(len(weight), num_clusters + 1).scatter_add_(1, nearest, torch.ones_like(weight))

@@ -71,7 +71,15 @@ CATALOG: tuple[Family, ...] = (
     ),
     Family(4, "Multi-head latent attention", "heads x dims", True, (), _NATIVE, "https://arxiv.org/abs/2405.04434"),
     Family(5, "Hybrid Mamba", "layers", True, (), _NATIVE, "https://arxiv.org/abs/2403.19887"),
-    Family(6, "Compressed attention", "reads", False, ("compressed",), "available", "https://arxiv.org/abs/2502.11089"),
+    Family(
+        6,
+        "Compressed attention",
+        "reads or tokens retained",
+        False,
+        ("compressed",),
+        "available",
+        "https://arxiv.org/abs/2502.11089",
+    ),
     Family(
         7,
         "Query-aware sparse reads",
@@ -164,6 +172,8 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
             "Give positions='original', or use 'sliding_window' alone."
         )
+    if given.get("keep") == "selected" and given.get("keep_ratio") is None:
+        raise ValueError("keep='selected' keeps a share of the old tokens for good: give keep_ratio, like 0.2.")
     check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
 

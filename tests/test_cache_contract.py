@@ -66,6 +66,7 @@ CACHES = (
     Row("page_mean", "falcon_h1", {"keep_ratio": 1.0, "block_size": 4}),
     Row("sparq", "gpt_oss", {"budget": 128}),
     Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
+    Row("compressed", "gemma3", {"keep": "selected", "keep_ratio": 1.0, "segment_length": 16, "num_recent_tokens": 10}),
 )
 
 
@@ -259,10 +260,13 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
     notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
     reading = [part for part in parts if isinstance(part, ReadingLayer)]
-    notes += [(part.first, part.fitted) for part in reading]
-    sides = [side for part in reading for side in part.sides.values()]
+    notes += [(part.first, part.fitted, getattr(part, "queries", None)) for part in reading]
+    # The keys and values of entries are among those of the layer.
+    planes = [
+        plane for part in reading for n, s in part.sides.items() for plane in s.materialize()[2 * (n == "entries") :]
+    ]
     tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair)
-    summaries = sum(plane.nbytes for side in sides for plane in side.materialize())
+    summaries = sum(plane.nbytes for plane in planes)
     assert report.stored_bytes == tokens + summaries + measure(states) + measure(sinks) + measure(notes)
     assert report.reserved_bytes == measure(cache)
     assert report.tokens_seen == LENGTH

@@ -44,6 +44,7 @@ CACHES = (
     ("blend+turboquant", "falcon_h1", _EVICTED | _CODED, {}),
     *((name, "llama", _READ, {"max_position_embeddings": 512}) for name in _READERS),
     ("compressed", "gemma3", _READ | {"segment_length": 16}, {}),
+    ("compressed", "llama", _READ | {"segment_length": 16, "keep": "selected"}, {}),
     ("turboquant", "llama", _CODED | {"residual_length": 0}, {"max_position_embeddings": 512}),
 )
 

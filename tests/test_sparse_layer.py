@@ -207,6 +207,22 @@ def test_a_block_is_summarised_once(name, tiny_model, make_ids, run):
         assert torch.equal(new[:, :, : old.shape[2]], old)
 
 
+@pytest.mark.parametrize("name", ["quest", "index", "page_mean", "double_sparsity"])
+def test_summaries_of_tokens_taken_back_are_forgotten(name, tiny_model, make_ids, run):
+    """The first layer's keys depend on tokens alone, so that its summaries must be those of a new cache."""
+    model, ids, wrong = tiny_model("llama"), make_ids(2, 200), make_ids(2, 30, seed=1)
+    cache, fresh = make_cache(model, name, **SMALL), make_cache(model, name, **SMALL)
+    run(model, cache, ids[:, :PROMPT])
+    run(model, cache, wrong)
+    cache.crop(-30)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    run(model, cache, ids[[1, 0], PROMPT:])
+    run(model, fresh, ids[:, :PROMPT])
+    run(model, fresh, ids[:, PROMPT:])
+    for plane, wanted in zip(*(c.layers[0].summaries.materialize() for c in (cache, fresh)), strict=True):
+        torch.testing.assert_close(plane, wanted[[1, 0]])
+
+
 def test_the_report_counts_what_a_step_reads(tiny_model, make_ids, run):
     model, ids = tiny_model("llama"), make_ids(2, 141)
     cache = make_cache(model, "quest", **(SMALL | {"keep_ratio": 0.5}))

@@ -40,5 +40,6 @@ COMPRESSED = _reading(
     "clusters of tokens: their members, or a summary of them",
     Option("cluster_size", "int", 16, "tokens a cluster, on average", at_least(2)),
     Option("segment_length", "int", 256, "tokens that are clustered together, at least", at_least(16)),
+    Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
     number=6,
 )
