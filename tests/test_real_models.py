@@ -126,3 +126,29 @@ def test_a_saved_conversation_goes_on_with_the_same_bits(cache_name, name, real_
     one, other = (model.generate(turn, **options, **{CACHE_ARG: each}) for each in (cache, loaded))
     assert torch.equal(one.sequences, other.sequences)
     assert all(torch.equal(*pair) for pair in zip(one.logits, other.logits, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_question_needs_is_kept(name, real_model):
+    """The prompt ends with the question: a tenth of the tokens, chosen by it, says nearly what all of them say."""
+    model, tokenizer = real_model(name)
+    text = tokenizer.decode(ids_of(tokenizer, PROMPT)[0], skip_special_tokens=True)
+    half = len(text) // 2
+    fact = " The special magic number for harbour is 48213. "
+    question = (
+        "\n\nQuestion: What is the special magic number for harbour?\nAnswer: The special magic number for harbour is"
+    )
+    ids = tokenizer(text[:half] + fact + text[half:] + question, return_tensors="pt").input_ids
+    hf_kvcache.enable()
+    outputs = {}
+    for policy in ("snapkv", "random"):
+        options = {"cache_implementation": policy, "cache_config": {"keep_ratio": 0.1}, "return_dict_in_generate": True}
+        output = model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+        outputs[policy] = tokenizer.decode(output.sequences[0, ids.shape[1] :])
+        cache = getattr(output, CACHE_ARG, None) or output.past_key_values
+        evicting = [layer for layer in cache.layers if not layer.is_sliding]
+        assert len(evicting) == (len(cache.layers) // 6 if name == "gemma3" else len(cache.layers))
+        assert all(layer.stored_length <= 0.11 * ids.shape[1] + 8 for layer in evicting)
+    assert "48213" in outputs["snapkv"]
+    if name == "smollm2":  # for Gemma the number lies within the window of its local layers
+        assert "48213" not in outputs["random"]

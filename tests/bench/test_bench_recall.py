@@ -234,11 +234,16 @@ def test_unknown_names_are_refused(options, message, tiny_model, letters):
 @pytest.mark.slow
 def test_smollm2_finds_needles_until_they_are_forgotten(real_model):
     model, tokenizer = real_model("smollm2")
-    caches = [("int8", {}), ("sliding_window", {"sliding_window": 64})]
+    quarter = {"keep_ratio": 0.25}
+    caches = [("int8", {}), ("sliding_window", {"sliding_window": 64}), ("kvzip", quarter), ("random", quarter)]
     sizes = {"contexts": 2, "length": 600, "questions": 2}
-    full, int8, window = bench_recall(model, tokenizer, python_topics(), caches=caches, **sizes).rows
+    rows = bench_recall(model, tokenizer, python_topics(), caches=caches, **sizes).rows
+    full, int8, window, kvzip, random = rows
     assert full.exact_match.mean == 1.0
     assert int8.exact_match_difference.mean == 0.0
     assert abs(int8.nll_difference.mean) < 0.01
     assert window.exact_match.mean == 0.0
     assert window.held_ratio < 0.25
+    assert kvzip.exact_match.mean >= 0.75
+    assert random.exact_match.mean == 0.0
+    assert max(kvzip.held_ratio, random.held_ratio) < 0.35  # a quarter, groups of 16 and slots
