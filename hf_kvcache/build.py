@@ -77,8 +77,17 @@ class _Builder:
         types = compat.layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         self.layer_types, self.layer_kwargs = types
         self.full = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL]
+        self._check_changes_something()
         self.windowed = self._windowed_layers()
         self.encoding = Encoding(model, recipe, self.full) if recipe.fills("encoding") else None
+
+    def _check_changes_something(self) -> None:
+        names = [t.name for t in self.recipe.techniques if t.role != "storage"]
+        if names and not self.full:
+            raise NotImplementedError(
+                f"{names[0]} works on full-attention layers, and {type(self.model).__name__} has none here (its layers "
+                f"are of type {', '.join(sorted(set(self.layer_types)))}): use cache 'blocks'."
+            )
 
     @property
     def found(self) -> dict[str, Any]:

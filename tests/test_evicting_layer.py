@@ -324,6 +324,10 @@ def test_what_cannot_be_is_refused(tiny_model, make_ids, run):
         make_cache(model, "blocks").compress()
     with pytest.raises(NotImplementedError, match="snapkv cannot serve layer 0: DeepseekV3Attention"):
         make_cache(tiny_model("deepseek_v3"), "snapkv")
+    with pytest.raises(
+        NotImplementedError, match="snapkv works on full-attention layers, and MistralForCausalLM has none"
+    ):
+        make_cache(tiny_model("mistral"), "snapkv")
     rotary = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
     with pytest.raises(NotImplementedError, match=r"expected_attention cannot turn this model's keys.*keydiff"):
         make_cache(tiny_model("llama", **rotary), "expected_attention")
