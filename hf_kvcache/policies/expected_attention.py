@@ -3,7 +3,7 @@
 Queries before rotary embedding are taken as normal with the mean and covariance of those so far, and turned to the
 next `num_future_tokens` positions. Score: `E[exp(q k / sqrt(D))] = exp(mu k s + k' Sigma k s^2 / 2)`, normalised over
 the tokens; plus `epsilon`, times `|v|`, averaged over the query heads of the group.
-Knows nothing of a question that comes later, and needs no second pass: the best of its kind here.
+Knows nothing of a question that comes later, and needs no second pass: among the best of that kind here.
 Paper: Devoto et al. 2025, https://arxiv.org/abs/2510.00636.
 Differs from the paper: `epsilon`, and scores are pooled over neighbours (0 and `kernel_size=1` for the paper's): both
 measured far better.
