@@ -30,6 +30,16 @@ class Kept:
         self.stores: dict[str, KeptTokens] = {}
         self.rows = np.zeros(0, dtype=np.int64)
 
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each store that each sequence reads."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self._places: dict[KeptTokens, tuple[np.ndarray, torch.Tensor]] = {}
+
     def __bool__(self) -> bool:
         return bool(self.stores)
 
@@ -46,12 +56,18 @@ class Kept:
 
     def padded(self) -> list[torch.Tensor]:
         """Keys, values and slots of all tokens, as `KeptTokens.padded`; a view if it is one store and even."""
-        parts = [(*store.padded(self.rows), store.padded_slots(self.rows)) for store in self.stores.values()]
+        parts = [(*store.padded(self.rows), store.padded_slots(self.rows).long()) for store in self.stores.values()]
         return list(parts[0]) if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts, strict=True)]
+
+    def places(self, store: KeptTokens) -> tuple[np.ndarray, torch.Tensor]:
+        """Index of each group of each head of each sequence, `[B * H, n]`, and slots `[B, H, n * G]` (-1: none)."""
+        if store not in self._places:
+            self._places[store] = store.group_ids(self.rows), store.padded_slots(self.rows)
+        return self._places[store]
 
     def slots(self) -> list[torch.Tensor]:
         """Slots `[B, H, w]` of each store, -1 for none."""
-        return [store.padded_slots(self.rows) for store in self.stores.values()]
+        return [store.padded_slots(self.rows).long() for store in self.stores.values()]
 
     def attend(
         self, query: torch.Tensor, mask: torch.Tensor | None, scale: float
@@ -75,7 +91,7 @@ class Kept:
             self._take(pool, self.rows)
             self.rows = np.arange(len(self.rows))
         if (newest := self.stores.get("newest")) is not None:
-            before = (*newest.padded(self.rows), newest.padded_slots(self.rows))
+            before = (*newest.padded(self.rows), newest.padded_slots(self.rows).long())
             newer = [torch.cat(pair, dim=2) for pair in zip(before, newer, strict=True)]
         held = held._replace(keys=newer[0], values=newer[1], slots=newer[2], positions=newer[2])
         joined = {name: store for name, store in self.stores.items() if name != "newest"}

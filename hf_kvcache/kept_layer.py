@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
+from . import kept_kernel
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, attend_packed, can_merge
 from .kept import Kept
@@ -94,6 +96,8 @@ class KeptLayer(AttendingLayer):
         if not is_mergeable or query.shape[2] >= _MANY_QUERIES:
             states, joined = join_kept(self.name, module, query, self.kept.padded(), tail, mask)
             return base(module, query, *states, joined, *args, **kwargs)
+        if query.shape[2] == 1 and kept_kernel.can_serve(query, self.kept, self.table):
+            return kept_kernel.attend(query, mask, self.scaling, self.kept, self.table), None
         attended = self.kept.attend(query, mask, self.scaling)
         return attend_merged(query, [[Piece(*tail, own)]], self.scaling, attended), None
 
@@ -133,9 +137,12 @@ class KeptLayer(AttendingLayer):
             distance = (begin + places - 1 - places[..., -1:] - older.positions).flatten(0, 1)
             flat = self.rotary.turn(older.keys.flatten(0, 1).unsqueeze(1), distance)
             older = older._replace(keys=flat.squeeze(1).unflatten(0, older.keys.shape[:2]))
-        self.table.restart(begin)
+        # Whole blocks from the first on: the decode kernel reads them whole, and may not find garbage there.
+        gap = begin % self.table.arena.block_size
+        self.table.restart(begin - gap)
         self.kept.replace(self.context.pool(self.device), older, keep, self.seen - self.residual_length)
-        self.table.append(newer)
+        self.table.append([nn.functional.pad(state, (0, 0, gap, 0)) for state in newer])
+        self.table.drop_front(begin)
         self._give_back_memory()
 
     def settle(self) -> bool:

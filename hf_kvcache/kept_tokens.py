@@ -170,12 +170,18 @@ class KeptTokens:
         groups = np.where(is_there, starts[..., None] + places, 0)
         return torch.from_numpy(groups).to(self.slots.device), torch.from_numpy(~is_there).to(self.slots.device)
 
-    def padded_slots(self, rows: np.ndarray) -> torch.Tensor:
-        """Slots `[B, H, w]` of `rows`, int64; -1 where a head holds no token."""
+    def group_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Index of each group of each head of `rows`, int64 `[B * H, n]`; 0 where a head has fewer than others."""
         if (found := self._groups_of(rows)) is None:
-            return self.slots.view(len(rows), self.num_heads, -1).long()
+            return np.arange(len(self.slots)).reshape(len(rows) * self.num_heads, -1)
+        return found[0].flatten(0, 1).cpu().numpy()
+
+    def padded_slots(self, rows: np.ndarray) -> torch.Tensor:
+        """Slots `[B, H, w]` of `rows`, int32; -1 where a head holds no token. A view where all heads are even."""
+        if (found := self._groups_of(rows)) is None:
+            return self.slots.view(len(rows), self.num_heads, -1)
         groups, is_absent = found
-        return self.slots[groups].masked_fill(is_absent.unsqueeze(-1), -1).flatten(2).long()
+        return self.slots[groups].masked_fill(is_absent.unsqueeze(-1), -1).flatten(2)
 
     def padded(self, rows: np.ndarray) -> list[torch.Tensor]:
         """Keys and values `[B, H, w, D]` of `rows`: a view where nothing is encoded and all heads are even.

@@ -82,7 +82,15 @@ def coded_segment(
     return Segment(struct, planes[0].shape[0], (*planes, ids, *forms))
 
 
-def chosen_segment(planes: Sequence[torch.Tensor], ids: torch.Tensor, dims: Sequence[int], unit: int) -> Segment:
+def chosen_segment(
+    planes: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    dims: Sequence[int],
+    unit: int,
+    *,
+    slot: int = 0,
+    length: int | None = None,
+) -> Segment:
     """Chosen tokens of one KV head a row, as they are.
 
     Args:
@@ -90,11 +98,13 @@ def chosen_segment(planes: Sequence[torch.Tensor], ids: torch.Tensor, dims: Sequ
         ids: int64 `[rows, K]`: which runs of `unit` tokens of a plane each row sees.
         dims: channels of keys and of values.
         unit: tokens a run, a multiple of 16.
+        slot: of the mask, for the first token.
+        length: tokens a row; None: all of the runs.
     """
     assert unit % _LANES == 0, f"vectors of 16: {unit}"
     ids = ids.contiguous()
     struct = structs.Segment(ids=ids.data_ptr(), ids_stride=ids.shape[1], group_length=unit, stop=2**62)
-    struct.length = ids.shape[1] * unit
+    struct.slot, struct.length = slot, ids.shape[1] * unit if length is None else length
     stores = (structs.run_store(plane, dim, unit) for plane, dim in zip(planes, dims, strict=True))
     struct.key, struct.value = stores
     return Segment(struct, 1, (*planes, ids))

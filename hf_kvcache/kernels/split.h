@@ -104,8 +104,10 @@ class Split {
   template <class Run>
   void each_group(Run run) {
     if (!segment.ids) return run(0, begin, (int)(stop - begin));
+    // The last group may be filled in part: nothing is read behind its tokens.
     for (int64_t t = begin; t < stop; t += segment.group_length)
-      run(segment.ids[b * segment.ids_stride + t / segment.group_length], t, (int)segment.group_length);
+      run(segment.ids[b * segment.ids_stride + t / segment.group_length], t,
+          (int)std::min(segment.group_length, stop - t));
   }
 
   void score_group(const float* query, const float* plain, int64_t id, int64_t first, int count) {

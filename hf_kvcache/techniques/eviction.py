@@ -1,0 +1,111 @@
+"""Techniques that evict tokens (9): a name for each policy."""
+
+from typing import Any
+
+from .options import Option, Technique, at_least, number_at_least, numbers_of_heads, odd, one_of, optional_ratio, share
+
+_BUDGET = (
+    Option("budget", "int | None", None, "tokens that each head keeps", at_least(1, optional=True)),
+    Option("keep_ratio", "float | None", None, "tokens kept of those seen (0.5 if nothing is given)", optional_ratio),
+    Option("budget_bytes", "int | None", None, "bytes that a sequence keeps", at_least(1, optional=True)),
+    Option("num_sink_tokens", "int", 4, "first tokens that are never evicted", at_least(0)),
+    Option("num_recent_tokens", "int", 16, "newest tokens that are never evicted", at_least(1)),
+    Option(
+        "positions",
+        "str",
+        "original",
+        "'original', or 'cache': kept keys are turned to stand right before the newer ones",
+        one_of("original", "cache"),
+    ),
+)
+_WHEN = (
+    Option(
+        "when", "str", "prefill", "evict after a prompt, while decoding, or both", one_of("prefill", "decode", "both")
+    ),
+    Option("interval", "int", 128, "tokens between evictions while decoding", at_least(1)),
+)
+_GRANULARITY = (
+    Option("granularity", "str", "head", "what keeps tokens of its own: 'head' or 'layer'", one_of("head", "layer")),
+)
+_SCORERS = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "lagkv", "knorm")
+
+
+def _scorers(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0 and all(name in _SCORERS for name in value)
+    return None if is_list else "a list of " + ", ".join(map(repr, _SCORERS))
+
+
+_WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", at_least(1)),)
+_EXPECTED_OPTIONS = (
+    Option("num_future_tokens", "int", 512, "positions at which queries are expected", at_least(1)),
+    Option("epsilon", "float", 0.01, "added to every score before the value's norm weighs it", number_at_least(0)),
+)
+_LAG_OPTIONS = (Option("lag_length", "int", 128, "tokens of each part", at_least(2)),)
+_ALL_SCORER_OPTIONS = (*_WINDOW_OPTIONS, *_EXPECTED_OPTIONS, *_LAG_OPTIONS)
+
+
+def _eviction(
+    name: str, summary: str, *options: Option, kernel_size: int = 1, when: bool = True, granularity: bool = True
+) -> Technique:
+    pooling = (
+        Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", odd),
+        Option("pooling", "str", "mean", "how scores of neighbours are joined", one_of("mean", "max")),
+    )
+    common = (*_BUDGET, *pooling, *(_WHEN if when else ()), *(_GRANULARITY if granularity else ()))
+    return Technique(name, 9, "retention", summary, False, (*common, *options))
+
+
+POLICIES = (
+    _eviction("streaming_llm", "sinks and the most recent tokens", granularity=False),
+    _eviction("random", "any tokens: the control", Option("seed", "int", 0, "of the choice", at_least(0))),
+    _eviction("knorm", "keys of small norm"),
+    _eviction("keydiff", "keys unlike the others", kernel_size=13),
+    _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS),
+    _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
+    _eviction("h2o", "what all queries attended to", kernel_size=13),
+    _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
+    _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=13),
+    _eviction(
+        "blend",
+        "what several policies agree on",
+        Option("scorers", "list", ("expected_attention", "keydiff"), "policies whose ranks are added", _scorers),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=9,
+    ),
+    _eviction(
+        "pyramidkv",
+        "more tokens in lower layers",
+        Option("scorer", "str", "snapkv", "policy that scores tokens", one_of(*_SCORERS)),
+        Option("beta", "float", 20.0, "the last layer keeps 1 / beta of the mean", number_at_least(1)),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=13,
+    ),
+    _eviction(
+        "adakv",
+        "heads share a layer's budget",
+        Option("scorer", "str", "expected_attention", "policy that scores tokens", one_of(*_SCORERS)),
+        Option("safeguard", "float", 0.2, "share of the mean budget that each head keeps", share),
+        *_ALL_SCORER_OPTIONS,
+        kernel_size=13,
+        granularity=False,
+    ),
+    _eviction(
+        "duo_attention",
+        "retrieval heads keep all, streaming heads sinks and recent tokens",
+        Option(
+            "pattern",
+            "list | None",
+            None,
+            "for each evicting layer, how well each KV head retrieves (None: measured)",
+            numbers_of_heads,
+        ),
+        granularity=False,
+    ),
+    _eviction(
+        "kvzip",
+        "what repeating the prompt needs",
+        Option("chunk_length", "int", 2048, "tokens read again at a time", at_least(1)),
+        when=False,
+        granularity=False,
+    ),
+)

@@ -1,0 +1,45 @@
+"""Techniques that read some of the tokens they store (6 and 7)."""
+
+from .options import Option, Technique, at_least, one_of, optional_ratio, share
+
+
+def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Technique:
+    common = (
+        Option(
+            "budget",
+            "int | None",
+            None,
+            "tokens that a step reads (1024 if nothing is given)",
+            at_least(1, optional=True),
+        ),
+        Option("keep_ratio", "float | None", None, "share read of the tokens neither first nor recent", optional_ratio),
+        Option("top_p", "float | None", None, "share of the estimated attention that is read", optional_ratio),
+        Option("num_sink_tokens", "int", 4, "first tokens that are always read", at_least(0)),
+        Option("num_recent_tokens", "int", 32, "newest tokens that are always read", at_least(1)),
+        Option("dense_layers", "int", 0, "first full-attention layers that read everything", at_least(0)),
+        Option("group", "str", "mean", "how heads that share keys choose: 'mean' or 'max'", one_of("mean", "max")),
+    )
+    return Technique(name, number, "reading", summary, False, (*common, *options))
+
+
+_CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", at_least(1))
+READERS = (
+    _reading("index", "tokens, by a 2-bit copy of the keys"),
+    _reading(
+        "quest",
+        "blocks, by the bounds of their keys",
+        Option("spread", "float", 0.25, "how far a block's keys reach to their bounds: 1 is the paper's", share),
+    ),
+    _reading("page_mean", "blocks, by their mean keys"),
+    _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
+    _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),
+    _reading("topk", "tokens, by their exact scores: the yardstick"),
+)
+COMPRESSED = _reading(
+    "compressed",
+    "clusters of tokens: their members, or a summary of them",
+    Option("cluster_size", "int", 16, "tokens a cluster, on average", at_least(2)),
+    Option("segment_length", "int", 256, "tokens that are clustered together, at least", at_least(16)),
+    Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
+    number=6,
+)
