@@ -2,7 +2,7 @@
 
 Stores `keep_ratio` of the old tokens and a cluster for each `cluster_size` of the others, whose keys and values go. A
 token that stays is a cluster of one: all are entries of one table, with the logarithm of their size as mask. What stays
-are the tokens whose keys are least like the mean key (KeyDiff's rule): those that a cluster stands for least well.
+are the tokens whose keys, and their neighbours', are least like the mean key (KeyDiff's rule).
 Approximate. Not for details that must be quoted: what is summarised is blurred, though not ignored.
 Papers: see `hf_kvcache.clusters`; Park et al. 2025, KeyDiff, https://arxiv.org/abs/2504.15364.
 """
@@ -21,8 +21,11 @@ from .compressed_layer import MAX_SEGMENT_LENGTH
 from .layer import LayerContext
 from .masks import visible
 from .policies.keydiff import unlikeness
+from .policies.selection import smooth
 from .readers import ReadBudget
 from .reading_layer import ReadingLayer
+
+_KERNEL_SIZE = 13  # neighbouring tokens that share their scores, as in the policy
 
 
 class SummaryLayer(ReadingLayer):
@@ -77,9 +80,9 @@ class SummaryLayer(ReadingLayer):
         if mask is not None:
             is_token = is_token & visible(mask[:, 0, -1, begin : begin + length])
         heads = keys.shape[1]
-        is_token = is_token[:, None].expand(-1, heads, -1)
-        scores = unlikeness(keys, is_token).masked_fill_(is_sink[:, None], torch.inf)
-        scores.masked_fill_(~is_token, -torch.inf)
+        is_token, is_sink = (flags[:, None].expand(-1, heads, -1) for flags in (is_token, is_sink))
+        scores = smooth(unlikeness(keys, is_token), is_token & ~is_sink, _KERNEL_SIZE)
+        scores = scores.masked_fill(is_sink, torch.inf).masked_fill_(~is_token, -torch.inf)
         count = min(length, max(round(self.budget.keep_ratio * length), self.budget.num_sink_tokens))
         kept = scores.topk(count).indices.sort().values
         index = kept.unsqueeze(-1)
