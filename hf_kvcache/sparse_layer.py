@@ -125,10 +125,13 @@ class SparseReadLayer(ReadingLayer):
             blocks = candidates // self.context.block_size
             summaries = [plane[:, :, :blocks] for plane in self.summaries.materialize()]
         scores = self.reader.scores(query, summaries, self.fitted)
-        hidden = is_sink[:, None, None]
+        if is_sink is None:
+            scores[..., : self._num_sink_units] = -math.inf
+        else:
+            scores.masked_fill_(is_sink[:, None, None], -math.inf)
         if mask is not None:
-            hidden = hidden | ~visible(mask[..., :candidates]).unflatten(3, (-1, unit)).any(dim=4)
-        scores.masked_fill_(hidden, -math.inf)
+            hidden = ~visible(mask[..., :candidates]).unflatten(3, (-1, unit)).any(dim=4)
+            scores.masked_fill_(hidden, -math.inf)
         count = max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
         units = torch.cat([chosen, always.units], dim=2)
@@ -148,24 +151,29 @@ class SparseReadLayer(ReadingLayer):
         sinks, unit = self.budget.num_sink_tokens, self.reader.unit
         return 0 if not sinks else (sinks - 1 + (unit - 1 if self.first.is_padded else 0)) // unit + 1
 
-    def _always(self, candidates: int) -> tuple[Selection, torch.Tensor]:
-        """The units of sinks and recent tokens, and which of the `candidates` units have sinks, `[B, candidates]`."""
-        unit, sinks = self.reader.unit, self.budget.num_sink_tokens
-        begin = (self.first.slots // unit)[:, None]
-        end = -(-(self.first.slots + sinks) // unit)[:, None]
+    def _always(self, candidates: int) -> tuple[Selection, torch.Tensor | None]:
+        """The units of sinks and recent tokens, and which of the `candidates` units have sinks, `[B, candidates]`.
+
+        Without padding these are the first ones of every row, and there is nothing to say.
+        """
+        rows, heads = self.batch_size, self.table.arena.specs[0].num_heads
+        unit, length = self.reader.unit, self.seen - candidates * self.reader.unit
         units = torch.arange(-(-self.seen // unit), device=self.device)
+        recent = units[candidates:].expand(rows, -1)
+        if not self.first.is_padded:
+            own = units[: min(self._num_sink_units, candidates)].expand(rows, -1)
+            together = torch.cat([own, recent], dim=1).unsqueeze(1).expand(-1, heads, -1)
+            return Selection(together, None, unit, own.shape[1] * unit + length), None
+        begin = (self.first.slots // unit)[:, None]
+        end = -(-(self.first.slots + self.budget.num_sink_tokens) // unit)[:, None]
         is_sink = (units[:candidates] >= begin) & (units[:candidates] < end)
         own = begin + units[: self._num_sink_units]
         is_read = (own < end) & (own < candidates)
-        recent = units[candidates:].expand(len(own), -1)
-        heads = self.table.arena.specs[0].num_heads
         together = [
             torch.cat(pair, dim=1).unsqueeze(1).expand(-1, heads, -1)
             for pair in ((own * is_read, recent), (is_read, torch.ones_like(recent, dtype=torch.bool)))
         ]
-        is_whole = not self.first.is_padded and self._num_sink_units <= candidates
-        length = own.shape[1] * unit + self.seen - candidates * unit
-        return Selection(together[0], None if is_whole else together[1], unit, length), is_sink
+        return Selection(*together, unit, own.shape[1] * unit + length), is_sink
 
     def _own_mask(self, module, mask, selection: Selection, dtype) -> torch.Tensor | None:
         """The mask of the tokens gathered, `[B, H, 1, length]`, in the model's own form, or None if all are seen."""

@@ -2,9 +2,9 @@
 
 Stores `keep_ratio` of the old tokens and a cluster for each `cluster_size` of the others, whose keys and values go. A
 token that stays is a cluster of one: all are entries of one table, with the logarithm of their size as mask. What stays
-are the tokens that the last queries before a segment closed attended to most, and their neighbours (SnapKV's rule).
-Approximate. Not for details that no query had asked for by then: those are blurred, though not ignored.
-Papers: see `hf_kvcache.clusters`; Li et al. 2024, SnapKV, https://arxiv.org/abs/2404.14469.
+are the tokens whose keys, and their neighbours', are least like the mean key (KeyDiff's rule).
+Approximate. Not for details that must be quoted: what is summarised is blurred, though not ignored.
+Papers: see `hf_kvcache.clusters`; Park et al. 2025, KeyDiff, https://arxiv.org/abs/2504.15364.
 """
 
 import math
@@ -19,14 +19,13 @@ from .blocks.arena import Plane
 from .clusters import cluster_tokens
 from .compressed_layer import MAX_SEGMENT_LENGTH
 from .layer import LayerContext
-from .layer_state import LayerState
 from .masks import visible
+from .policies.keydiff import unlikeness
 from .policies.selection import smooth
 from .readers import ReadBudget
 from .reading_layer import ReadingLayer
 
-_OBSERVATION_WINDOW = 32  # queries that vote
-_KERNEL_SIZE = 13  # neighbouring tokens that share their scores
+_KERNEL_SIZE = 13  # neighbouring tokens that share their scores, as in the policy
 
 
 class SummaryLayer(ReadingLayer):
@@ -43,10 +42,6 @@ class SummaryLayer(ReadingLayer):
         super().__init__(context, name="compressed with keep='selected'", budget=budget)
         self.cluster_size = cluster_size
         self.segment_length = segment_length
-
-    def _clear(self) -> None:
-        super()._clear()
-        self.queries: torch.Tensor | None = None  # the last ones, scaled, [B, Hq, n, D]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -70,13 +65,6 @@ class SummaryLayer(ReadingLayer):
 
     # --- compressing
 
-    def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
-        scaling = kwargs.get("scaling")
-        new = query[:, :, -_OBSERVATION_WINDOW:].detach() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        known = [] if self.queries is None else [self.queries]
-        self.queries = torch.cat([*known, new], dim=2)[:, :, -_OBSERVATION_WINDOW:].contiguous()
-        return super()._attend_and_store(base, module, query, states, mask, args, kwargs)
-
     def _summarise(self, mask: torch.Tensor | None) -> None:
         if self.record_past:
             return  # drafted tokens may be taken back
@@ -92,9 +80,9 @@ class SummaryLayer(ReadingLayer):
         if mask is not None:
             is_token = is_token & visible(mask[:, 0, -1, begin : begin + length])
         heads = keys.shape[1]
-        is_token = is_token[:, None].expand(-1, heads, -1)
-        scores = self._scores(keys, is_token).masked_fill(is_sink[:, None], torch.inf)
-        scores.masked_fill_(~is_token, -torch.inf)
+        is_token, is_sink = (flags[:, None].expand(-1, heads, -1) for flags in (is_token, is_sink))
+        scores = smooth(unlikeness(keys, is_token), is_token & ~is_sink, _KERNEL_SIZE)
+        scores = scores.masked_fill(is_sink, torch.inf).masked_fill_(~is_token, -torch.inf)
         count = min(length, max(round(self.budget.keep_ratio * length), self.budget.num_sink_tokens))
         kept = scores.topk(count).indices.sort().values
         index = kept.unsqueeze(-1)
@@ -108,15 +96,6 @@ class SummaryLayer(ReadingLayer):
         self.entries.append([*entries, sizes.unsqueeze(-1)])
         self.table.drop_front(begin + length)
         self._give_back_memory()
-
-    def _scores(self, keys: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-        """What the last queries attend to in these tokens, shared with neighbours: `[B, H, n]`."""
-        if self.queries is None or not self.queries.shape[2]:  # filled from elsewhere, or taken back
-            return torch.arange(keys.shape[2], device=self.device).float().expand(is_token.shape)
-        packed = self.queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-        logits = torch.matmul(packed, keys.transpose(2, 3)).float()
-        weights = logits.masked_fill_(~is_token.unsqueeze(2), -math.inf).softmax(dim=-1).nan_to_num(0.0)
-        return smooth(weights.mean(dim=2), is_token, _KERNEL_SIZE)
 
     # --- attention
 
@@ -171,31 +150,5 @@ class SummaryLayer(ReadingLayer):
     def can_crop(self, count: int) -> bool:
         return count <= (0 if self.table is None else self.table.length)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.queries is not None:
-            self.queries = self.queries[:, :, : max(0, self.queries.shape[2] + tokens_to_remove)]
-
     def _crop_sides(self) -> None:
         """Only newer tokens are ever taken back."""
-
-    def select_rows(self, rows) -> None:
-        if self.queries is not None:
-            with torch.inference_mode(False):
-                self.queries = self.queries.index_select(0, torch.from_numpy(rows).to(self.device))
-        super().select_rows(rows)
-
-    def to(self, device: torch.device, pools: dict) -> None:
-        super().to(device, pools)
-        self.queries = None if self.queries is None else self.queries.to(device)
-
-    def state(self) -> LayerState:
-        state = super().state()
-        if self.queries is not None:
-            state.tensors["queries"] = self.queries
-        return state
-
-    def load_state(self, state: LayerState, device: torch.device) -> None:
-        super().load_state(state, device)
-        if "queries" in state.tensors:
-            self.queries = state.tensors["queries"].to(device)

@@ -260,7 +260,7 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
     notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
     reading = [part for part in parts if isinstance(part, ReadingLayer)]
-    notes += [(part.first, part.fitted, getattr(part, "queries", None)) for part in reading]
+    notes += [(part.first, part.fitted) for part in reading]
     # The keys and values of entries are among those of the layer.
     planes = [
         plane for part in reading for n, s in part.sides.items() for plane in s.materialize()[2 * (n == "entries") :]

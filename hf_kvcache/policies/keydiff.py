@@ -11,11 +11,15 @@ from torch import nn
 from .base import Held, Observer, Policy
 
 
+def unlikeness(keys: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """How little each key `[B, H, n, D]` is like the mean direction of those of `is_token` `[B, H, n]`: `[B, H, n]`."""
+    directions = nn.functional.normalize(keys.float(), dim=-1)
+    anchor = (directions * is_token.unsqueeze(-1)).sum(dim=2, keepdim=True)
+    return -nn.functional.cosine_similarity(directions, anchor, dim=-1)
+
+
 class KeyDiff(Policy):
     """Unusual keys stay."""
 
     def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
-        directions = nn.functional.normalize(held.keys.float(), dim=-1)
-        anchor = (directions * held.is_held.unsqueeze(-1)).sum(dim=2, keepdim=True)
-        likeness = nn.functional.cosine_similarity(directions, anchor, dim=-1)
-        return -likeness
+        return unlikeness(held.keys, held.is_held)
