@@ -94,7 +94,7 @@ CATALOG: tuple[Family, ...] = (
         "KV quantization",
         "bytes a value",
         False,
-        ("int8", "int4", "int2", "fp8", "nf4", "fp4", "turboquant", "transform"),
+        ("int8", "int4", "int2", "fp8", "bnb8", "nf4", "fp4", "turboquant", "transform"),
         "available",
         "https://arxiv.org/abs/2402.02750",
     ),

@@ -77,9 +77,9 @@ def test_attention_equals_full_attention_over_decoded_states(
     assert len(kernel_calls) == (2 if is_served else 0)
 
 
-@pytest.mark.parametrize("name", ["fp8", "turboquant", "nf4"])
+@pytest.mark.parametrize("name", ["fp8", "turboquant", "nf4", "bnb8"])
 def test_codecs_of_other_groups_are_read_in_place(name, path, kernel_calls, tiny_model, make_ids, left_pad, run):
-    if name == "nf4":
+    if name in ("nf4", "bnb8"):
         pytest.importorskip("bitsandbytes")
     model = tiny_model("llama", head_dim=64)
     ids, mask = left_pad(make_ids(2, 200), [200, 190])
@@ -89,7 +89,7 @@ def test_codecs_of_other_groups_are_read_in_place(name, path, kernel_calls, tiny
     oracle = _Decoded(cache, model.config)
     got = run(model, cache, ids[:, -1:], mask)
     torch.testing.assert_close(got, run(model, oracle, ids[:, -1:], mask), rtol=1e-4, atol=1e-5)
-    assert len(kernel_calls) == (2 if path == "kernel" else 0)
+    assert len(kernel_calls) == (2 if path == "kernel" and name != "bnb8" else 0)  # a table of 256 is too long for it
 
 
 def test_the_kernel_reads_the_groups_of_beams_where_they_lie(kernel, tiny_model, make_ids, monkeypatch):

@@ -34,6 +34,7 @@ CACHES = (
     ("int2", "llama", _INTEGER | {"key_bits": 4}, {}),
     ("fp8", "llama", _CODED, {}),
     ("nf4", "llama", _CODED, {"head_dim": 32}),
+    ("bnb8", "llama", _CODED, {"head_dim": 32}),
     ("fp4", "llama", _CODED, {"head_dim": 32}),
     ("int4", "llama", _INTEGER | {"bits": [[4, 2], [8, 8]]}, {}),
     ("transform", "llama", _CODED, {"max_position_embeddings": 512}),
@@ -51,7 +52,7 @@ CACHES = (
 
 @pytest.fixture(params=CACHES, ids=lambda row: f"{row[0]}-{row[1]}")
 def row(request):
-    if request.param[0] in ("nf4", "fp4"):
+    if request.param[0] in ("nf4", "fp4", "bnb8"):
         pytest.importorskip("bitsandbytes")
     return request.param
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .base import Codec
-from .bnb import BitsAndBytesCodec, check_usable
+from .bnb import BitsAndBytesCodec, BlockwiseCodec, check_usable
 from .fp8 import Fp8Codec
 from .integer import KeyIntegerCodec, ValueIntegerCodec
 from .rotated import RotatedKeyCodec, RotatedValueCodec
@@ -20,9 +20,10 @@ def build_codecs(name: str, options: dict[str, Any], head_dim: int) -> tuple[Cod
     """
     if name == "fp8":
         return Fp8Codec(), Fp8Codec()
-    if name in ("nf4", "fp4"):
+    if name in ("nf4", "fp4", "bnb8"):
         check_usable(name, head_dim)
-        return BitsAndBytesCodec(name), BitsAndBytesCodec(name)
+        codec = BlockwiseCodec() if name == "bnb8" else BitsAndBytesCodec(name)
+        return codec, codec
     if name == "turboquant":
         return RotatedKeyCodec(options["key_bits"]), RotatedValueCodec(options["value_bits"])
     nbits = int(name.removeprefix("int"))

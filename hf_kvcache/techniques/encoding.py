@@ -51,6 +51,7 @@ def _integer_technique(nbits: int) -> Technique:
 ENCODINGS = (
     *(_integer_technique(nbits) for nbits in (8, 4, 2)),
     Technique("fp8", 8, "encoding", "8-bit floating point, a scale a token", False, _EXACT_TOKENS),
+    Technique("bnb8", 8, "encoding", "bitsandbytes 8-bit dynamic map, blocks of 64", False, _EXACT_TOKENS),
     Technique("nf4", 8, "encoding", "bitsandbytes NF4, blocks of 64", False, _EXACT_TOKENS),
     Technique("fp4", 8, "encoding", "bitsandbytes FP4, blocks of 64", False, _EXACT_TOKENS),
     Technique(

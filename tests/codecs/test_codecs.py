@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_kvcache.codecs.base import Shape
-from hf_kvcache.codecs.bnb import BitsAndBytesCodec
+from hf_kvcache.codecs.bnb import BitsAndBytesCodec, BlockwiseCodec
 from hf_kvcache.codecs.fp8 import Fp8Codec
 from hf_kvcache.codecs.integer import KeyIntegerCodec, ValueIntegerCodec
 from hf_kvcache.codecs.packing import pack, unpack
@@ -147,13 +147,13 @@ def test_a_vector_that_no_codebook_fits_is_not_drowned():
     assert (decoded - spike).norm() < 1.2 * spike.norm()
 
 
-@pytest.mark.parametrize(("quant_type", "largest"), [("nf4", 0.01), ("fp4", 0.016)])
-def test_bitsandbytes_codebooks(quant_type, largest, states):
+@pytest.mark.parametrize(("name", "bits", "largest"), [("nf4", 4.25, 0.01), ("fp4", 4.25, 0.016), ("bnb8", 8.25, 3e-4)])
+def test_bitsandbytes_codebooks(name, bits, largest, states):
     pytest.importorskip("bitsandbytes")
-    codec = BitsAndBytesCodec(quant_type)
+    codec = BlockwiseCodec() if name == "bnb8" else BitsAndBytesCodec(name)
     encoded = codec.encode(states)
     assert [(p.dim, p.dtype) for p in codec.planes(SHAPE)] == [(e.shape[-1], e.dtype) for e in encoded]
-    assert 8 * sum(e.nbytes for e in encoded) / states.numel() == 4.25
+    assert 8 * sum(e.nbytes for e in encoded) / states.numel() == bits
     whole = codec.decode(encoded, SHAPE)
     assert largest / 4 < (whole - states).square().mean() < largest
     part = codec.decode([e[:, :, 2:5] for e in encoded], SHAPE)
