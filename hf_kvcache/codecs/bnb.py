@@ -2,8 +2,8 @@
 
 Stores 4.25 or 8.25 bits a value: a code, and a float16 largest magnitude for each 64 channels of a token. Of 4 bits,
 NF4 is the better here. bitsandbytes encodes; its 4-bit codes are packed again as those of our other codecs, for one
-kernel to read all, and those of 8 bits are decoded a slice at a time. Needs the extra `bnb`; works wherever bitsandbytes
-has a backend (CPU and CUDA among them).
+kernel to read all, and those of 8 bits are decoded a slice at a time. Needs the extra `bnb`; works wherever
+bitsandbytes has a backend (CPU and CUDA among them).
 Papers: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314 (section 3); 2022, 8-bit optimizers via block-wise
 quantization, https://arxiv.org/abs/2110.02861.
 """
