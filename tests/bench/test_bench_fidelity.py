@@ -51,11 +51,11 @@ def test_figures_by_hand(model, make_ids):
     assert row.kl == pytest.approx(kl, rel=1e-3)
 
 
-def test_sparse_reads_are_measured_token_by_token(model, make_ids):
+def test_sparse_reads_are_measured_token_by_token(tiny_model, make_ids):
     """In longer forwards they read everything, and would diverge by nothing."""
-    options = {"keep_ratio": 0.1, "num_recent_tokens": 8}
-    caches = [("topk", options), ("topk", options | {"keep_ratio": 0.5}), ("topk", options | {"keep_ratio": 1.0})]
-    rows = bench_fidelity(model, make_ids(1, 200), caches=caches, prefix=100, scored=90).rows
+    # Attention that is not sharpened: a few tokens are not nearly all of it.
+    caches = [("topk", {"keep_ratio": ratio, "num_recent_tokens": 8}) for ratio in (0.1, 0.3, 1.0)]
+    rows = bench_fidelity(tiny_model("llama"), make_ids(1, 200), caches=caches, prefix=100, scored=90).rows
     assert rows[0].kl > rows[1].kl > 1e-4 > abs(rows[2].kl)
     assert rows[0].read_ratio < rows[1].read_ratio < 1
 
