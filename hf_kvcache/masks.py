@@ -12,10 +12,13 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
 
 
 def first_visible(mask: torch.Tensor | None, length: int, otherwise: int) -> torch.Tensor | int:
-    """First of the `length` columns that the last query of each row may see, int64 `[B]`: where its padding ends."""
+    """First of the `length` columns that any query of each row may see, int64 `[B]`: where its padding ends.
+
+    Any query, not the last: a mask may be a window, which the first tokens have left by then.
+    """
     if mask is None:
         return 0
-    seen = visible(mask)[:, 0, -1, :length]
+    seen = visible(mask)[:, 0, :, :length].any(dim=1)
     return torch.where(seen.any(-1), seen.int().argmax(-1), otherwise)
 
 

@@ -7,6 +7,7 @@ from transformers.integrations.eager_paged import eager_paged_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_kvcache.attention import Piece, attend_merged, attend_packed, can_merge
+from hf_kvcache.masks import first_visible
 
 pytestmark = pytest.mark.core
 
@@ -118,3 +119,17 @@ def test_tokens_that_a_kernel_has_attended_to_are_merged(dtype):
     assert merged.dtype == dtype
     reference = expected(query.float(), key.float(), value.float())
     torch.testing.assert_close(merged.float(), reference, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+def test_padding_ends_where_any_query_sees_the_first_token():
+    """A window mask hides the first tokens from the last queries; they are no padding."""
+    causal = torch.ones(6, 6).tril().bool()
+    window = causal & ~torch.ones(6, 6).tril(-3).bool()
+    padded = window.clone()
+    padded[:, :2] = False
+    mask = torch.stack([causal, window, padded]).unsqueeze(1)
+    assert first_visible(mask, 6, 99).tolist() == [0, 0, 2]
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    assert first_visible(additive, 6, 99).tolist() == [0, 0, 2]
+    assert first_visible(mask[2:, :, :2], 2, 99).tolist() == [99]  # padding only so far
+    assert first_visible(None, 6, 99) == 0
