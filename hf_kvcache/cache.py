@@ -106,19 +106,23 @@ class KVCache(Cache):
             for layer in layers:
                 layer.evict()
             return
-        if input_ids is None:
-            raise ValueError(f"{self.recipe.name!r} reads the prompt a second time: call compress(input_ids).")
+        if input_ids is None or not input_ids.shape[1]:
+            raise ValueError(_NO_IDS.format(name=self.recipe.name))
         reconstruct_and_evict(self._living_model(), self, input_ids)
 
     @contextlib.contextmanager
     def prompt(self, input_ids: torch.Tensor, end: int) -> Iterator[None]:
         """The tokens up to slot `end` that run in this context are a prompt; evict when they are in."""
         layers = evicting_layers(self.layers)
+        # The cache of a draft model is not compressed: its tokens are taken back.
+        reads_again = bool(layers) and layers[0].policy.needs_reconstruction and not layers[0].record_past
+        if reads_again and not input_ids.shape[1]:
+            raise ValueError(_NO_IDS.format(name=self.recipe.name))
         for layer in layers:
             layer.begin_prompt(end)
         try:
             yield
-            if layers and layers[0].policy.needs_reconstruction:
+            if reads_again:
                 self.compress(input_ids)
         finally:
             for layer in layers:
@@ -175,6 +179,10 @@ class KVCache(Cache):
         return self
 
 
+_NO_IDS = (
+    "{name!r} reads the prompt a second time and was given no token ids: call compress(input_ids), and give generate() "
+    "input_ids, not inputs_embeds; or use another policy, for example 'blend'."
+)
 _CANNOT_DRAFT = (
     "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip', "
     "run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."

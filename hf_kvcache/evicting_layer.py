@@ -105,7 +105,7 @@ class EvictingLayer(KeptLayer):
 
     def _step(self, base, module, query, states, mask, args: tuple, kwargs: dict):
         before = self.seen - states[0].shape[2]
-        self._note_padding(mask)
+        self.first_slots.note(mask, self.seen)
         if self.reconstruction is not None:
             held, self.seen = self.held(), before
             return self.reconstruction.attend(Queries(query, before), states, held), None
@@ -127,7 +127,7 @@ class EvictingLayer(KeptLayer):
     def _remember(self, queries: Queries, tail: Sequence[torch.Tensor]) -> None:
         is_prompt = self._prompt_end is not None or (queries.states.shape[2] > 1 and not self.record_past)
         if self._log is not None and (is_prompt or self.plan.interval is not None):
-            self._log.add(queries, lambda: self.held(tail), may_be_taken_back=self.record_past)
+            self._log.add(queries, self.first_slot, lambda: self.held(tail), may_be_taken_back=self.record_past)
 
     # --- eviction
 
@@ -142,8 +142,7 @@ class EvictingLayer(KeptLayer):
     def budget(self) -> torch.Tensor:
         """Tokens a head of each row that stay now, `[B]`."""
         seen = max(self.seen, self._prompt_end or 0) - self.first_slot
-        token_bytes = self.table.arena.block_bytes // self.table.arena.block_size
-        return self.plan.budget.of(seen.clamp(min=0), token_bytes)
+        return self.plan.budget.of(seen.clamp(min=0), self.token_bytes)
 
     def finish(self, scores: torch.Tensor, held: Held) -> torch.Tensor:
         """A policy's scores, pooled; infinity for what must stay, and minus infinity for columns without a token."""
@@ -166,7 +165,7 @@ class EvictingLayer(KeptLayer):
             Whether there was anything to let go of.
         """
         if self._log is not None:
-            self._log.flush(lambda: self.held(tail))
+            self._log.flush(self.first_slot, lambda: self.held(tail))
         held = self.held(tail)
         budget = self.budget()
         self._last_eviction = self.seen
@@ -185,12 +184,11 @@ class EvictingLayer(KeptLayer):
             self._log.observer.end_round()
         return True
 
-    def settle(self) -> bool:
+    def _settle(self, count: int) -> None:
         old_slots = None if self._log is None else self.slots()
-        has_moved = super().settle()
-        if has_moved and self._log is not None:
+        super()._settle(count)
+        if self._log is not None:
             self._log.observer.move(old_slots, self.slots(), self.seen)
-        return has_moved
 
     # --- contract
 

@@ -26,12 +26,12 @@ class Budget:
     num_layers: int
     minimum: int
 
-    def of(self, seen: torch.Tensor, token_bytes: int) -> torch.Tensor:
+    def of(self, seen: torch.Tensor, token_bytes: float) -> torch.Tensor:
         """Tokens a head of each row that has seen `seen` `[B]` real tokens; one token takes `token_bytes` a layer."""
         if self.tokens is not None:
             budget = torch.full_like(seen, self.tokens)
         elif self.num_bytes is not None:
-            budget = torch.full_like(seen, self.num_bytes // (self.num_layers * token_bytes))
+            budget = torch.full_like(seen, int(self.num_bytes / (self.num_layers * token_bytes)))
         else:
             # 0.3 * 200 is a little more than 60 in floating point.
             budget = (seen.double() * self.keep_ratio - 1e-6).ceil().long()

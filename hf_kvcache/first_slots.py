@@ -43,6 +43,10 @@ class FirstSlots:
         with torch.inference_mode(False):
             self.slots = self.slots.index_select(0, torch.from_numpy(rows).to(self.slots.device))
 
+    def load(self, slots: torch.Tensor) -> None:
+        """Take over what another's `slots` were."""
+        self.slots, self.last = slots, int(slots.max())
+
     def fork(self) -> "FirstSlots":
         forked = object.__new__(FirstSlots)
         forked.__dict__.update(self.__dict__)

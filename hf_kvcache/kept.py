@@ -82,23 +82,20 @@ class Kept:
         self.stores = self._encode(pool, held, keep, first_newest)
         self.rows = np.arange(len(held.slots))
 
-    def add(self, pool: BlockPool, newer: list[torch.Tensor], held: Held) -> None:
-        """Hold on to the tokens of `newer` (keys, values and slots) too, encoded, and encode the newest ones of before.
-
-        `held` gives the padding of the rows.
-        """
+    def add(self, pool: BlockPool, newer: Held) -> None:
+        """Hold on to the tokens of `newer` too, encoded, and encode the newest ones of before."""
         if not np.array_equal(self.rows, np.arange(len(self.rows))):
             self._take(pool, self.rows)
             self.rows = np.arange(len(self.rows))
         if (newest := self.stores.get("newest")) is not None:
             before = (*newest.padded(self.rows), newest.padded_slots(self.rows).long())
-            newer = [torch.cat(pair, dim=2) for pair in zip(before, newer, strict=True)]
-        held = held._replace(keys=newer[0], values=newer[1], slots=newer[2], positions=newer[2])
+            keys, values, slots = (torch.cat(pair, dim=2) for pair in zip(before, newer[:3], strict=True))
+            newer = newer._replace(keys=keys, values=values, slots=slots, positions=slots)
         joined = {name: store for name, store in self.stores.items() if name != "newest"}
-        for name, store in self._encode(pool, held, held.is_held, held.seen).items():
+        for name, store in self._encode(pool, newer, newer.is_held, newer.seen).items():
             joined[name] = joined[name].join(pool, store) if name in joined else store
         self.stores = {name: joined[name] for name in _STORES if name in joined}
-        self.rows = np.arange(len(held.slots))
+        self.rows = np.arange(len(newer.slots))
 
     def _encode(self, pool: BlockPool, held: Held, keep: torch.Tensor, first_newest: int) -> dict[str, KeptTokens]:
         if self.codecs is None:

@@ -9,12 +9,13 @@ from torch import nn
 from . import kept_kernel
 from .attending_layer import AttendingLayer
 from .attention import Piece, attend_merged, attend_packed, can_merge
+from .codecs.base import Shape
+from .first_slots import FirstSlots
 from .kept import Kept
 from .kept_attention import join_kept
 from .kept_tokens import Codecs
 from .layer import LayerContext, check_crop
 from .layer_state import LayerState
-from .masks import first_visible
 from .policies.base import Held
 from .rotary import Rotary
 
@@ -22,7 +23,6 @@ from .rotary import Rotary
 _MANY_QUERIES = 32
 # Newer tokens are encoded at least so many at a time: the older ones are copied, in their encoded form, to join them.
 _SETTLES_AT_A_TIME = 128
-_NO_TOKEN = 1 << 40  # first slot of a row that has had only padding so far
 
 
 class KeptLayer(AttendingLayer):
@@ -58,7 +58,22 @@ class KeptLayer(AttendingLayer):
     def _clear(self) -> None:
         self.scaling = 1.0
         self.kept = Kept(self.codecs, self.num_sink_tokens)
-        self.first_slot: torch.Tensor | None = None
+        self.first_slots: FirstSlots | None = None
+
+    @property
+    def first_slot(self) -> torch.Tensor:
+        """First real token of each row, int64 `[B]`."""
+        return self.first_slots.slots
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a kept token takes, in its stored form."""
+        if self.codecs is None:
+            return self.table.arena.block_bytes / self.table.arena.block_size
+        shapes = (Shape(spec.num_heads, spec.dim, spec.dtype) for spec in self.table.arena.specs)
+        planes = [plane for codec, shape in zip(self.codecs, shapes, strict=True) for plane in codec.planes(shape)]
+        size = sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in planes)
+        return size / self.codecs[0].group_length
 
     @property
     def stored_length(self) -> float:
@@ -67,22 +82,13 @@ class KeptLayer(AttendingLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        with torch.inference_mode(False):
-            self.first_slot = torch.full((key_states.shape[0],), _NO_TOKEN, device=self.device)
-        self._has_padding_only = True
+        self.first_slots = FirstSlots(key_states.shape[0], self.device)
 
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         states = self._prepare(key_states, value_states)
         self.seen += key_states.shape[2]
-        self._note_padding(None)
+        self.first_slots.note(None, self.seen)
         self.table.append(states)
-
-    def _note_padding(self, mask: torch.Tensor | None) -> None:
-        if self._has_padding_only:
-            first = first_visible(mask, self.seen, _NO_TOKEN)
-            self.first_slot.copy_(self.first_slot.clamp(max=first))
-            # A sync, in the first forwards only.
-            self._has_padding_only = bool((self.first_slot == _NO_TOKEN).any())
 
     def _attend(self, base, module, query, tail, mask, args: tuple, kwargs: dict):
         self.read_bytes = sum(state.nbytes for state in tail)
@@ -145,25 +151,23 @@ class KeptLayer(AttendingLayer):
         self.table.drop_front(begin)
         self._give_back_memory()
 
-    def settle(self) -> bool:
-        """Encode newer tokens that have become older, many at a time.
-
-        Returns:
-            Whether there were any.
-        """
+    def settle(self) -> None:
+        """Encode newer tokens that have become older, many at a time."""
         if self.codecs is None or self.record_past:
-            return False
+            return
         size = self.codecs[0].group_length
         count = (self.table.length - self.residual_length) // size * size
-        if count < max(size, _SETTLES_AT_A_TIME):
-            return False
-        held = self.held()
-        begin = held.keys.shape[2] - self.table.length
-        newer = [state[:, :, begin : begin + count] for state in held[:3]]
-        self.kept.add(self.context.pool(self.device), newer, held)
-        self.table.drop_front(self.table.start + count)
+        if count >= max(size, _SETTLES_AT_A_TIME):
+            self._settle(count)
+
+    def _settle(self, count: int) -> None:
+        start = self.table.start
+        newer = [state[:, :, :count] for state in self.table.materialize()]
+        slots = torch.arange(start, start + count, device=self.device).expand(*newer[0].shape[:2], -1)
+        held = Held(*newer, slots, slots, self.first_slot, self.seen, self.scaling)
+        self.kept.add(self.context.pool(self.device), held)
+        self.table.drop_front(start + count)
         self._give_back_memory()
-        return True
 
     # --- contract
 
@@ -189,30 +193,25 @@ class KeptLayer(AttendingLayer):
             return
         self.table.crop(count)
         self.seen -= count
-        if self.seen <= int(self.first_slot.max()):
-            self.first_slot[self.first_slot >= self.seen] = _NO_TOKEN
-            self._has_padding_only = True
+        self.first_slots.take_back(self.seen)
         self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:
-            # Outside inference mode, or a later turn could not write the result.
-            with torch.inference_mode(False):
-                index = torch.from_numpy(rows).to(self.device)
-                self.first_slot = self.first_slot.index_select(0, index)
+            self.first_slots.select_rows(rows)
             self.kept.select_rows(self.context.pool(self.device), rows)
         super().select_rows(rows)
 
     def fork(self) -> "KeptLayer":
         forked = super().fork()
         forked.kept = self.kept.fork()
-        forked.first_slot = None if self.first_slot is None else self.first_slot.clone()
+        forked.first_slots = None if self.first_slots is None else self.first_slots.fork()
         return forked
 
     def to(self, device: torch.device, pools: dict) -> None:
         super().to(device, pools)
         if self.table is not None:
-            self.first_slot = self.first_slot.to(device)
+            self.first_slots.to(device)
             self.kept.to(self.context.pool(device))
 
     def state(self) -> LayerState:
@@ -227,9 +226,8 @@ class KeptLayer(AttendingLayer):
         super().load_state(state, device)
         if self.table is not None:
             self.kept.load_state(self.context.pool(device), self.table.materialize(), state.part("kept"))
-            self.first_slot = state.tensors["first_slot"].to(device)
+            self.first_slots.load(state.tensors["first_slot"].to(device))
             self.scaling = state.tensors["scaling"].item()
-            self._has_padding_only = bool((self.first_slot == _NO_TOKEN).any())
 
     def reset(self) -> None:
         super().reset()

@@ -151,7 +151,7 @@ class ReadingLayer(AttendingLayer):
     def state(self) -> LayerState:
         state = super().state()
         if self.table is not None:
-            state.put("first", LayerState({"slots": self.first.slots}, {"last": self.first.last}))
+            state.put("first", LayerState({"slots": self.first.slots}))
             for name, side in self.sides.items():
                 state.put(name, table_state(side))
             state.put("fitted", LayerState({str(index): constant for index, constant in enumerate(self.fitted)}))
@@ -161,7 +161,7 @@ class ReadingLayer(AttendingLayer):
         super().load_state(state, device)
         if self.table is not None:
             first = state.part("first")
-            self.first.slots, self.first.last = first.tensors["slots"].to(device), first.numbers["last"]
+            self.first.load(first.tensors["slots"].to(device))
             for name, side in self.sides.items():
                 load_table(side, state.part(name))
             fitted = state.part("fitted").tensors

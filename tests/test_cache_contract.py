@@ -258,7 +258,7 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     states = [(layer.conv_states, layer.recurrent_states) for layer in cache.layers if isinstance(layer, StateLayer)]
     parts = [getattr(layer, "attention", layer) for layer in cache.layers]
     sinks = [part.sinks for part in parts if isinstance(part, SinkWindowLayer)]
-    notes = [(part.first_slot, part._log) for part in parts if isinstance(part, EvictingLayer)]
+    notes = [(part.first_slots, part._log) for part in parts if isinstance(part, EvictingLayer)]
     reading = [part for part in parts if isinstance(part, ReadingLayer)]
     notes += [(part.first, part.fitted) for part in reading]
     # The keys and values of entries are among those of the layer.

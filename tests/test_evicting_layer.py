@@ -295,7 +295,7 @@ def test_rows_share_what_they_keep_until_few_are_left(make_ids, tiny_model, run)
                 each.kept.rows = each.kept.rows[rows]
                 each.kept._take(each.context.pool(each.device), each.kept.rows)
                 each.table.select_rows(np.array(rows))
-                each.first_slot = each.first_slot[index]
+                each.first_slots.select_rows(np.array(rows))
                 each.kept.rows = np.arange(len(rows))
             step = torch.full((len(rows), 1), 5)
             torch.testing.assert_close(run(model, cache, step), run(model, copied, step), **CLOSE)

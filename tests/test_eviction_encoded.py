@@ -170,3 +170,28 @@ def test_generate_takes_compositions(tiny_model, make_ids):
     cache = out.past_key_values
     assert [type(layer).__name__ for layer in cache.layers] == ["SlidingBlockLayer", "EvictingLayer"]
     assert set(cache.layers[1].kept.stores) == {"sinks", "older", "newest"}
+
+
+def test_bytes_are_of_the_stored_form(make_ids, tiny_model, run):
+    """The same bytes hold more tokens where a token takes fewer."""
+    model, ids = tiny_model("llama", head_dim=64, max_position_embeddings=4096), make_ids(1, 3000)
+    kept = {}
+    for name in ("keydiff", "keydiff+int4"):
+        cache = make_cache(model, name, budget_bytes=400_000)
+        run(model, cache, ids)
+        cache.compress()
+        kept[name] = cache.layers[0].stored_length
+    assert kept["keydiff"] == 400_000 // (2 * 2 * 2 * 64 * 4)
+    assert kept["keydiff+int4"] == 400_000 // (2 * 2 * 2 * 64 * 4.5 / 8)
+
+
+def test_steps_and_settling_copy_nothing_of_what_is_kept(batch, tiny_model, run, monkeypatch):
+    """Between evictions, no dense copy of kept tokens is made, and their slots are not joined, step after step."""
+    model, (ids, mask) = tiny_model("llama", **CONFIG), batch
+    cache = compressed("snapkv+int8", model, run, ids, mask, q_group_size=32)
+    layer, joined = evicting_layers(cache.layers)[0], []
+    slots = layer.slots
+    monkeypatch.setattr(layer, "slots", lambda: joined.append(layer.seen) or slots())
+    monkeypatch.setattr("hf_kvcache.kept.Kept.padded", lambda self: pytest.fail("kept tokens were copied"))
+    run(model, cache, ids[:, LENGTH:], mask, chunks=[1] * NEW)
+    assert len(set(joined)) == 1  # where newer tokens became older ones, once

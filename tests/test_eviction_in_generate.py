@@ -178,3 +178,24 @@ def test_two_caches_of_one_model_do_not_meet(batch, tiny_model, run):
     chosen = logits[:, -1:].argmax(-1)
     longer = torch.cat([mask, torch.ones_like(chosen)], 1)
     assert torch.equal(run(model, first, chosen, longer)[:, -1].argmax(-1), expected[:, 42])
+
+
+def test_a_second_reading_needs_ids(batch, tiny_model):
+    model, (ids, mask) = tiny_model("llama"), batch
+    embeds = model.get_input_embeddings()(ids)
+    named = {"attention_mask": mask, "cache_config": options("kvzip"), **GREEDY}
+    with pytest.raises(ValueError, match=r"'kvzip' reads the prompt a second time and was given no token ids"):
+        model.generate(inputs_embeds=embeds, cache_implementation="kvzip", **named)
+    by_embeds = model.generate(inputs_embeds=embeds, cache_implementation="blend", **named)
+    by_ids = model.generate(ids, cache_implementation="blend", **named)
+    assert torch.equal(by_embeds, by_ids[:, ids.shape[1] :])
+
+
+def test_drafts_of_a_model_with_its_own_kvzip_cache_are_not_compressed(batch, tiny_model):
+    model, (ids, mask) = tiny_model("llama"), batch
+    assistant = tiny_model("llama", num_hidden_layers=1, seed=1)
+    assistant.generation_config.cache_implementation = "kvzip"
+    assistant.generation_config.cache_config = options("kvzip")
+    given = {"attention_mask": mask[1:], **GREEDY}
+    expected = model.generate(ids[1:], **given)
+    assert torch.equal(model.generate(ids[1:], assistant_model=assistant, **given), expected)

@@ -18,7 +18,6 @@ from .base import Codec, Shape, StoredForm
 from .packing import pack, unpack
 
 GROUP_LENGTH = 32
-_BLOCK = 64
 
 
 def check_usable(name: str, head_dim: int) -> None:

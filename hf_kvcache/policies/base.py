@@ -1,6 +1,7 @@
 """What a retention policy is: scores for the tokens a layer holds, and a choice among them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,9 +52,17 @@ class Queries(NamedTuple):
 class Observer(ABC):
     """What a policy remembers of the queries since the last eviction. Never a matrix of attention weights."""
 
+    patience = 16  # single steps whose queries may wait before they are seen
+
     @abstractmethod
-    def see(self, queries: Queries, held: Held) -> None:
-        """Take note of `queries`, which attended to the tokens of `held` up to their own slot."""
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+        """Take note of `queries`.
+
+        Args:
+            queries: of consecutive tokens.
+            first_slot: int64 `[B]`, the first real token of each row.
+            held: what they attended to, up to their own slot. Calling it may copy all of it.
+        """
 
     @abstractmethod
     def select_rows(self, index: torch.Tensor) -> None: ...

@@ -5,7 +5,7 @@ KeyDiff at what is unlike the rest. Together they kept more of what is asked lat
 much as expected attention on technical prose. Needs no second pass. Ours; the parts are of their own papers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,9 +20,13 @@ class Observers(Observer):
     def __init__(self, members: Sequence[Observer | None]):
         self.members = members
 
-    def see(self, queries: Queries, held: Held) -> None:
+    @property
+    def patience(self) -> int:
+        return max((member.patience for member in self._present), default=Observer.patience)
+
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
         for member in self._present:
-            member.see(queries, held)
+            member.see(queries, first_slot, held)
 
     def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
         for member in self._present:

@@ -1,5 +1,7 @@
 """What policies remember of queries: the last ones, their mean and covariance, or the attention each token received."""
 
+from collections.abc import Callable
+
 import torch
 
 from ..layer_state import LayerState
@@ -35,7 +37,7 @@ class QueryWindow(Observer):
         self.length = length
         self.clear()
 
-    def see(self, queries: Queries, held: Held) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
         new, start = queries.states[:, :, -self.length :], queries.start + queries.states.shape[2]
         if self.queries is not None and new.shape[2] < self.length:
             older = self.queries.states[:, :, new.shape[2] - self.length :]
@@ -85,10 +87,10 @@ class QueryMoments(Observer):
         self.num_sink_tokens = num_sink_tokens
         self.clear()
 
-    def see(self, queries: Queries, held: Held) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
         states, start = queries
         slots = torch.arange(start, start + states.shape[2], device=states.device)
-        positions = slots - held.first_slot[:, None]  # [B, T]
+        positions = slots - first_slot[:, None]  # [B, T]
         flat = self.rotary.turn(states.float(), -positions.clamp(min=0))
         weight = (positions >= self.num_sink_tokens).float()[:, None, :, None]
         flat = flat * weight
@@ -131,10 +133,13 @@ class QueryMoments(Observer):
 class AttentionSums(Observer):
     """The attention that each held token has received from all queries so far, float32 `[B, Hkv, n]`."""
 
+    patience = 128  # each look takes all that is held
+
     def __init__(self):
         self.clear()
 
-    def see(self, queries: Queries, held: Held) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+        held = held()
         sums = self.aligned(held)
         for begin in range(0, queries.states.shape[2], _QUERIES_AT_A_TIME):
             part = queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME]

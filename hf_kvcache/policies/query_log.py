@@ -7,9 +7,6 @@ import torch
 from ..layer_state import LayerState
 from .base import Held, Observer, Queries
 
-# Queries of single steps wait until there are so many, or until they are needed.
-_WAITING = 128
-
 
 class QueryLog:
     """Queries that the observer has not seen yet. While the past is recorded they wait, because they may be taken back.
@@ -23,19 +20,21 @@ class QueryLog:
         self._waiting: list[Queries] = []
         self._observed = 0  # slots that the observer knows of
 
-    def add(self, queries: Queries, held: Callable[[], Held], *, may_be_taken_back: bool) -> None:
+    def add(
+        self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held], *, may_be_taken_back: bool
+    ) -> None:
         """Take note of `queries`; `held()` is what the layer holds, those tokens included."""
         self._waiting.append(queries)
-        is_many = queries.states.shape[2] > 1 or len(self._waiting) >= _WAITING
+        is_many = queries.states.shape[2] > 1 or len(self._waiting) >= self.observer.patience
         if is_many and not may_be_taken_back:
-            self.flush(held)
+            self.flush(first_slot, held)
 
-    def flush(self, held: Callable[[], Held]) -> None:
+    def flush(self, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
         """Hand all queries to the observer."""
         if self._waiting:
             states = [queries.states for queries in self._waiting]
             whole = states[0] if len(states) == 1 else torch.cat(states, dim=2)
-            self.observer.see(Queries(whole, self._waiting[0].start), held())
+            self.observer.see(Queries(whole, self._waiting[0].start), first_slot, held)
             self._observed = self._waiting[0].start + whole.shape[2]
             self._waiting = []
 

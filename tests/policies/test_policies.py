@@ -74,10 +74,10 @@ def test_weights_equal_causal_attention(queries, held):
 def test_h2o_adds_up_all_attention_however_it_comes_in(queries, held):
     policy, step = H2O(), H2O()
     whole, parts = policy.new_observer(), step.new_observer()
-    whole.see(queries, held)
+    whole.see(queries, held.first_slot, lambda: held)
     for begin, stop in ((0, 1), (1, 20), (20, LENGTH)):
         seen = held._replace(**{name: getattr(held, name)[:, :, :stop] for name in ("keys", "values", "slots")})
-        parts.see(Queries(queries.states[:, :, begin:stop], begin), seen)
+        parts.see(Queries(queries.states[:, :, begin:stop], begin), seen.first_slot, lambda seen=seen: seen)
     scores = policy.scores(held, whole)
     torch.testing.assert_close(step.scores(held, parts), scores)
     for row, head in each_head():
@@ -87,7 +87,7 @@ def test_h2o_adds_up_all_attention_however_it_comes_in(queries, held):
 
 def test_h2o_carries_its_sums_through_evictions_and_rollbacks(queries, held):
     observer = H2O().new_observer()
-    observer.see(queries, held)
+    observer.see(queries, held.first_slot, lambda: held)
     before = observer.aligned(held)
     new_slots = torch.tensor([3, 5, 36, -1]).expand(ROWS, HEADS, -1)
     observer.move(held.slots, new_slots, LENGTH)
@@ -102,7 +102,7 @@ def test_h2o_carries_its_sums_through_evictions_and_rollbacks(queries, held):
 def test_tova_is_the_last_query_averaged_over_all_heads(queries, held):
     policy = Tova()
     observer = policy.new_observer()
-    observer.see(queries, held)
+    observer.see(queries, held.first_slot, lambda: held)
     scores = policy.scores(held, observer)
     for row in range(ROWS):
         every = [weights_by_hand(queries, held, row, h, g)[-1] for h in range(HEADS) for g in range(GROUPS)]
@@ -115,7 +115,7 @@ def test_snapkv_is_the_mean_of_the_last_queries(queries, held, chunks):
     policy = SnapKV(observation_window=4)
     observer, begin = policy.new_observer(), 0
     for count in chunks:
-        observer.see(Queries(queries.states[:, :, begin : begin + count], begin), held)
+        observer.see(Queries(queries.states[:, :, begin : begin + count], begin), held.first_slot, lambda: held)
         begin += count
     assert observer.queries.states.untyped_storage().nbytes() == ROWS * HEADS * GROUPS * 4 * DIM * 4
     scores = policy.scores(held, observer)
@@ -177,8 +177,8 @@ def test_expected_attention_is_the_expectation_over_queries_to_come(tiny_model):
     held = Held(keys, values, slots, slots, torch.tensor([0]), 500, DIM**-0.5)
     observer = policy.new_observer()
     turned = rotary.turn(raw, torch.arange(500)[None])
-    observer.see(Queries(turned[:, :, :200], 0), held)
-    observer.see(Queries(turned[:, :, 200:], 200), held)
+    observer.see(Queries(turned[:, :, :200], 0), held.first_slot, lambda: held)
+    observer.see(Queries(turned[:, :, 200:], 200), held.first_slot, lambda: held)
     mean, covariance = observer.moments()
     torch.testing.assert_close(mean, raw[:, :, 2:].mean(2), atol=1e-4, rtol=1e-3)
     expected = torch.stack([raw[0, h, 2:].T.cov(correction=0) for h in range(4)])
