@@ -346,3 +346,35 @@ def test_what_cannot_be_is_refused(tiny_model, make_ids, run):
         layer._attend(
             None, model.model.layers[0].self_attn, torch.zeros(2, 4, 1, 16), layer.table.materialize(), None, (), {}
         )
+
+
+def test_sinks_share_their_scores_with_nobody(tiny_model, make_ids, run):
+    """Pooling spreads a score over its neighbours; those of the sinks would lift the text that follows them."""
+    model, ids = tiny_model("llama"), make_ids(1, 40)
+    cache = make_cache(model, "snapkv", **options("snapkv", kernel_size=5))
+    run(model, cache, ids)
+    layer = evicting_layers(cache.layers)[0]
+    held = layer.held()
+    scores = torch.ones(held.slots.shape)
+    scores[..., :2] = 1000.0
+    finished = layer.finish(scores, held)
+    assert torch.isinf(finished[..., :2]).all()
+    assert torch.equal(finished[..., 2:-3], torch.ones(1, 2, 35))
+    assert torch.isinf(finished[..., -3:]).all()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "expected_attention", "blend"])
+def test_queries_that_were_taken_back_have_no_say(policy, tiny_model, make_ids, run):
+    model, ids, wrong = tiny_model("llama"), make_ids(2, LENGTH), make_ids(2, 5, seed=1)
+    caches = [make_cache(model, policy, **options(policy, when="both", interval=500)) for _ in range(2)]
+    for cache in caches:
+        run(model, cache, ids)
+    caches[0].activate_past_recording()
+    run(model, caches[0], wrong, chunks=[1, 3, 1])
+    caches[0].crop(-5)
+    caches[0].stop_past_recording()
+    for cache in caches:
+        cache.compress()
+    for one, other in zip(*(evicting_layers(cache.layers) for cache in caches), strict=True):
+        assert torch.equal(one.held().slots, other.held().slots)
+        assert torch.equal(one.held().keys, other.held().keys)
