@@ -13,6 +13,16 @@ from hf_kvcache.models import DEFAULT_MODEL
 _TextFile = Annotated[
     Path | None, typer.Option("--text-file", help="Text, or a folder of texts (default: Python's own language topics).")
 ]
+_Caches = Annotated[
+    str, typer.Option("--caches", help="Caches to measure, comma-separated; options as int4:q_group_size=32:...")
+]
+_CachesAndPeers = Annotated[
+    str,
+    typer.Option(
+        "--caches",
+        help="Caches to measure, comma-separated; options as int4:q_group_size=32:...; static and quantized too.",
+    ),
+]
 _FIDELITY_TOPICS = ("assignment", "class", "for", "numeric-types", "import", "try", "with")
 
 app = typer.Typer(no_args_is_help=True, help="Measure caches side by side.")
@@ -30,13 +40,7 @@ def decode(
         str, typer.Option("--contexts", help="Tokens in the cache, comma-separated.")
     ] = "1024,4096,8192",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps a cache and context.")] = 32,
-    caches: Annotated[
-        str,
-        typer.Option(
-            "--caches",
-            help="Caches to measure, comma-separated; options as int4:q_group_size=32:...; static and quantized too.",
-        ),
-    ] = "blocks,static",
+    caches: _CachesAndPeers = "blocks,static",
     dtype: DtypeName = Dtype.float32,
     device: Device = None,
     as_json: AsJson = False,
@@ -44,29 +48,19 @@ def decode(
 ) -> None:
     """Time a decode step of each cache, as a ratio to the default cache."""
     lengths = parse_integers(contexts, "--contexts")
-    from hf_kvcache.bench.decode import bench_decode
-    from hf_kvcache.bench.peers import PEERS, check_peer
-
-    chosen = _parse_caches(caches, peers=PEERS)
-    if not chosen:
-        raise ValueError("--caches is empty: name at least one, like --caches blocks,static.")
-    for name, _ in chosen:
-        check_peer(name)
+    chosen = _parse_caches_and_peers(caches)
     set_threads(threads)
+    from hf_kvcache.bench.decode import bench_decode
+
     loaded, _ = load(model, dtype, device)
     result = bench_decode(loaded, contexts=lengths, steps=steps, caches=chosen, progress=remark)
-    if as_json:
-        show_json(result.to_dict())
-    else:
-        show(result.table())
+    _publish(result, as_json)
 
 
 @app.command("fidelity")
 def fidelity(
     model: ModelName = DEFAULT_MODEL,
-    caches: Annotated[
-        str, typer.Option("--caches", help="Caches to measure, comma-separated; options as int4:q_group_size=32:...")
-    ] = "int8,int4,int2",
+    caches: _Caches = "int8,int4,int2",
     text_file: _TextFile = None,
     prefix: Annotated[int, typer.Option("--prefix", min=1, help="Tokens prefilled in one pass.")] = 1536,
     scored: Annotated[int, typer.Option("--scored", min=2, help="Tokens compared after the prefix.")] = 512,
@@ -84,18 +78,39 @@ def fidelity(
     loaded, tokenizer = load(model, dtype, device)
     ids = tokenizer(text[: 12 * (prefix + scored)], return_tensors="pt").input_ids
     result = bench_fidelity(loaded, ids, caches=chosen, prefix=prefix, scored=scored, progress=remark)
-    if as_json:
-        show_json(result.to_dict())
-    else:
-        show(result.table())
+    _publish(result, as_json)
+
+
+@app.command("growth")
+def growth(
+    model: ModelName = DEFAULT_MODEL,
+    caches: _CachesAndPeers = "dynamic,h2o:budget=512:when=both",
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt.")] = 1024,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=16, help="Tokens written after it.")] = 4096,
+    text_file: _TextFile = None,
+    dtype: DtypeName = Dtype.float32,
+    device: Device = None,
+    as_json: AsJson = False,
+    threads: Threads = None,
+) -> None:
+    """Bytes that each cache holds while the model writes a long text."""
+    chosen = _parse_caches_and_peers(caches)
+    set_threads(threads)
+    from hf_kvcache.bench.growth import bench_growth
+
+    text = python_topics() if text_file is None else read_texts(text_file)
+    loaded, tokenizer = load(model, dtype, device)
+    ids = tokenizer(text[: 12 * prompt], return_tensors="pt").input_ids[:, :prompt]
+    if ids.shape[1] < prompt:
+        raise ValueError(f"the text has {ids.shape[1]:,} tokens and --prompt is {prompt:,}: give a longer text.")
+    result = bench_growth(loaded, ids, caches=chosen, new_tokens=new_tokens, progress=remark)
+    _publish(result, as_json)
 
 
 @app.command("recall")
 def recall(
     model: ModelName = DEFAULT_MODEL,
-    caches: Annotated[
-        str, typer.Option("--caches", help="Caches to measure, comma-separated; options as int4:q_group_size=32:...")
-    ] = "int4,int2",
+    caches: _Caches = "int4,int2",
     tasks: Annotated[
         str, typer.Option("--tasks", help="mk_needle, sent_recall, copy_ids, comma-separated.")
     ] = "mk_needle",
@@ -138,10 +153,25 @@ def recall(
         seed=seed,
         progress=remark,
     )
+    _publish(result, as_json)
+
+
+def _publish(result: Any, as_json: bool) -> None:
     if as_json:
         show_json(result.to_dict())
     else:
         show(result.table())
+
+
+def _parse_caches_and_peers(text: str) -> list[tuple[str, dict[str, Any]]]:
+    from hf_kvcache.bench.peers import PEERS, check_peer
+
+    chosen = _parse_caches(text, peers=PEERS)
+    if not chosen:
+        raise ValueError("--caches is empty: name at least one, like --caches blocks,static.")
+    for name, _ in chosen:
+        check_peer(name)
+    return chosen
 
 
 def _parse_caches(text: str, peers: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:

@@ -43,6 +43,8 @@ def text_file(tmp_path):
         (["decode", "--contexts", "0"], "--contexts '0' is not a list"),
         (["decode", "--caches", ","], "--caches is empty"),
         (["decode", "--caches", "blokcs"], "did you mean 'blocks'?"),
+        (["growth", "--caches", ","], "--caches is empty"),
+        (["growth", "--caches", "h2o:budgets=5"], "did you mean 'budget'?"),
         (["fidelity", "--caches", "int4:q_group=32"], "did you mean 'q_group_size'?"),
         (["fidelity", "--text-file", "/missing"], "neither a file nor a folder"),
         (["recall", "--caches", "itn4"], "did you mean 'int4'?"),
@@ -71,6 +73,19 @@ def test_a_missing_backend_is_named_before_a_model_is_loaded(monkeypatch):
 def test_decode(loaded):
     rows = call_json("decode", "--contexts", 16, "--steps", 1, "--caches", "blocks")["rows"]
     assert [row["cache"] for row in rows] == ["dynamic", "blocks"]
+
+
+def test_growth(loaded, text_file):
+    sizes = ["--prompt", 50, "--new-tokens", 20, "--text-file", text_file]
+    result = call_json("growth", *sizes, "--caches", "dynamic,keydiff:budget=30")
+    assert (result["prompt"], result["new_tokens"]) == (50, 20)
+    assert [row["cache"] for row in result["rows"]] == ["dynamic", "keydiff budget=30"]
+
+
+def test_growth_needs_a_text_as_long_as_the_prompt(loaded, text_file):
+    result = call("growth", "--prompt", 100_000, "--text-file", text_file)
+    assert result.exit_code == 2
+    assert "and --prompt is 100,000" in result.stderr
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
