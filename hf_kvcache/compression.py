@@ -1,5 +1,6 @@
 """Eviction over all layers of a cache: when a prompt begins and ends, and policies that compare layers."""
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import torch
 from . import compat
 from .evicting_layer import EvictingLayer
 from .policies.duo_attention import InductionProbe
-from .policies.reconstruction import Reconstruction
+from .policies.reconstruction import ForwardDone, Reconstruction
 from .policies.selection import best_of_all_layers
 
 
@@ -76,20 +77,23 @@ def _read_again(
     model: Any, cache: Any, input_ids: torch.Tensor, kind: type[Reconstruction], chunk_length: int
 ) -> list[Reconstruction]:
     """What a second reading of `input_ids`, `chunk_length` tokens at a time, shows in each evicting layer."""
-    # Windows and states read along in copies, which are small; evicting layers store nothing while they score.
-    copies = [layer.fork() if evicting_layers([layer]) else copy.deepcopy(layer) for layer in cache.layers]
+    # Evicting layers store nothing while they score; windows and states read along from the prompt's end.
     reading = copy.copy(cache)
-    reading.layers = copies
-    layers = evicting_layers(reading.layers)
+    forks = {index: layer.fork() for index, layer in enumerate(cache.layers) if evicting_layers([layer])}
+    layers = evicting_layers(list(forks.values()))
     for layer in layers:
-        layer.reconstruction = kind(layer.held())
+        layer.reconstruction = kind(layer.held(), is_last=layer is layers[-1])
     first_slot, past = layers[0].first_slot, layers[0].seen
-    skipped = past - input_ids.shape[1]
-    for begin in range(0, input_ids.shape[1], chunk_length):
-        chunk = input_ids[:, begin : begin + chunk_length]
+    count = input_ids.shape[1]
+    num_chunks = -(-count // chunk_length)
+    for offset in range(0, count, -(-count // num_chunks)):
+        chunk = input_ids[:, offset : offset + -(-count // num_chunks)]
+        begin = past - count + offset
+        stop = begin + chunk.shape[1]
+        reading.layers = [forks[i] if i in forks else copy.deepcopy(own) for i, own in enumerate(cache.layers)]
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
-        is_real = torch.where(slots < past, slots, slots - past + begin + skipped) >= first_slot[:, None]
+        is_real = torch.where(slots < past, slots, slots - past + begin) >= first_slot[:, None]
         positions = slots[past:] - first_slot[:, None]
         inputs = {"input_ids": chunk, "use_cache": True, compat.CACHE_ARG: reading}
         inputs["position_ids"] = positions.to(chunk.device)
@@ -97,6 +101,7 @@ def _read_again(
         if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()
         for layer in layers:
-            layer.reconstruction.is_padding = ~is_real[:, past:].to(layer.device) if is_padded else None
-        model.get_decoder()(**inputs)
+            layer.reconstruction.begin_chunk(begin, stop, ~is_real[:, past:].to(layer.device) if is_padded else None)
+        with contextlib.suppress(ForwardDone):
+            model.get_decoder()(**inputs)
     return [layer.reconstruction for layer in layers]

@@ -1,6 +1,7 @@
 """What a layer keeps of its older tokens: up to three stores, of sinks, encoded tokens, and the newest exact ones."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,30 +28,21 @@ class Kept:
     def __init__(self, codecs: Codecs | None, num_sink_tokens: int):
         self.codecs = codecs
         self.num_sink_tokens = num_sink_tokens
-        self.stores: dict[str, KeptTokens] = {}
-        self.rows = np.zeros(0, dtype=np.int64)
+        self._hold({}, np.zeros(0, dtype=np.int64))
 
-    @property
-    def rows(self) -> np.ndarray:
-        """The row of each store that each sequence reads."""
-        return self._rows
+    def _hold(self, stores: dict[str, KeptTokens], rows: np.ndarray) -> None:
+        """Read row `rows[i]` of `stores` for sequence `i`: all that is said of them once is said here."""
+        self.stores, self.rows = stores, rows
+        self.length = sum(float(store.counts[rows].mean()) for store in stores.values())  # tokens a head of a row
+        self.nbytes = sum(store.nbytes for store in stores.values())
+        # What the decode kernel was told of them, with pointers into their memory.
+        self.prepared: Any = None
 
-    @rows.setter
-    def rows(self, rows: np.ndarray) -> None:
-        self._rows = rows
-        self._places: dict[KeptTokens, tuple[np.ndarray, torch.Tensor]] = {}
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"prepared": None}
 
     def __bool__(self) -> bool:
         return bool(self.stores)
-
-    @property
-    def length(self) -> float:
-        """Tokens a head of a row, on average."""
-        return sum(float(store.counts[self.rows].mean()) for store in self.stores.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores.values())
 
     # --- reading
 
@@ -58,12 +50,6 @@ class Kept:
         """Keys, values and slots of all tokens, as `KeptTokens.padded`; a view if it is one store and even."""
         parts = [(*store.padded(self.rows), store.padded_slots(self.rows).long()) for store in self.stores.values()]
         return list(parts[0]) if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts, strict=True)]
-
-    def places(self, store: KeptTokens) -> tuple[np.ndarray, torch.Tensor]:
-        """Index of each group of each head of each sequence, `[B * H, n]`, and slots `[B, H, n * G]` (-1: none)."""
-        if store not in self._places:
-            self._places[store] = store.group_ids(self.rows), store.padded_slots(self.rows)
-        return self._places[store]
 
     def slots(self) -> list[torch.Tensor]:
         """Slots `[B, H, w]` of each store, -1 for none."""
@@ -79,14 +65,12 @@ class Kept:
 
     def replace(self, pool: BlockPool, held: Held, keep: torch.Tensor, first_newest: int) -> None:
         """Hold on to `keep` `[B, H, n]` of `held` instead of what was kept; slots from `first_newest` stay exact."""
-        self.stores = self._encode(pool, held, keep, first_newest)
-        self.rows = np.arange(len(held.slots))
+        self._hold(self._encode(pool, held, keep, first_newest), np.arange(len(held.slots)))
 
     def add(self, pool: BlockPool, newer: Held) -> None:
         """Hold on to the tokens of `newer` too, encoded, and encode the newest ones of before."""
         if not np.array_equal(self.rows, np.arange(len(self.rows))):
-            self._take(pool, self.rows)
-            self.rows = np.arange(len(self.rows))
+            self._take(pool, self.rows, np.arange(len(self.rows)))
         if (newest := self.stores.get("newest")) is not None:
             before = (*newest.padded(self.rows), newest.padded_slots(self.rows).long())
             keys, values, slots = (torch.cat(pair, dim=2) for pair in zip(before, newer[:3], strict=True))
@@ -94,8 +78,7 @@ class Kept:
         joined = {name: store for name, store in self.stores.items() if name != "newest"}
         for name, store in self._encode(pool, newer, newer.is_held, newer.seen).items():
             joined[name] = joined[name].join(pool, store) if name in joined else store
-        self.stores = {name: joined[name] for name in _STORES if name in joined}
-        self.rows = np.arange(len(newer.slots))
+        self._hold({name: joined[name] for name in _STORES if name in joined}, np.arange(len(newer.slots)))
 
     def _encode(self, pool: BlockPool, held: Held, keep: torch.Tensor, first_newest: int) -> dict[str, KeptTokens]:
         if self.codecs is None:
@@ -115,21 +98,21 @@ class Kept:
         """Row `i` becomes what row `rows[i]` was; rows that none reads go when they are at least half."""
         if not self.stores:
             return
-        self.rows = self.rows[rows]
+        self._hold(self.stores, self.rows[rows])
         used, renumbered = np.unique(self.rows, return_inverse=True)
         if 2 * len(used) <= next(iter(self.stores.values())).num_rows:
-            self._take(pool, used)
-            self.rows = renumbered
+            self._take(pool, used, renumbered)
 
-    def _take(self, pool: BlockPool, rows: np.ndarray) -> None:
-        taken = {name: store.take(pool, rows) for name, store in self.stores.items()}
+    def _take(self, pool: BlockPool, taken: np.ndarray, rows: np.ndarray) -> None:
+        """Keep only the rows `taken` of the stores; `rows` of them are read from now on."""
+        stores = {name: store.take(pool, taken) for name, store in self.stores.items()}
         # The rows that are left may have nothing in a store that others needed.
-        self.stores = {name: store for name, store in taken.items() if store.num_used_blocks}
+        self._hold({name: store for name, store in stores.items() if store.num_used_blocks}, rows)
 
     def fork(self) -> "Kept":
         """The same stores, which never change."""
         forked = Kept(self.codecs, self.num_sink_tokens)
-        forked.stores, forked.rows = dict(self.stores), self.rows
+        forked._hold(self.stores, self.rows)
         return forked
 
     def state(self) -> LayerState:
@@ -141,14 +124,15 @@ class Kept:
 
     def load_state(self, pool: BlockPool, like: Sequence[torch.Tensor], state: LayerState) -> None:
         """Become what gave `state`; `like` are any keys and values of the layer, for their shapes."""
-        self.rows = state.tensors["rows"].numpy()
+        stores = {}
         for name in _STORES:
             if (part := state.part(name)).tensors:
                 codecs = self.codecs if self.codecs is not None and name == "older" else _EXACT
-                self.stores[name] = KeptTokens.from_state(pool, codecs, like, part)
+                stores[name] = KeptTokens.from_state(pool, codecs, like, part)
+        self._hold(stores, state.tensors["rows"].numpy())
 
     def to(self, pool: BlockPool) -> None:
-        self.stores = {name: store.to(pool) for name, store in self.stores.items()}
+        self._hold({name: store.to(pool) for name, store in self.stores.items()}, self.rows)
 
 
 def _store(pool: BlockPool, codecs: Codecs, held: Held, keep: torch.Tensor) -> KeptTokens | None:

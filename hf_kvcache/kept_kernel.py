@@ -19,17 +19,19 @@ MIN_LENGTH = 512
 
 def can_serve(query: torch.Tensor, kept: Kept, table: BlockTable) -> bool:
     """Whether `attend` takes this query: one token a row on a CPU, codecs and blocks that the kernel can read."""
-    specs = table.arena.specs
     if table.arena.block_size % 16 or kept.length + table.length < MIN_LENGTH:
         return False
-    if not decode.can_serve(query, None, [spec.dim for spec in specs]):
+    if not decode.can_serve(query, None, [spec.dim for spec in table.arena.specs]):
         return False
-    forms = [form for store in kept.stores.values() if not store.is_exact for form in _forms(store)]
-    if None in forms:
-        return False
-    if native.library() is None and forms:
-        native.warn_of_no_library()
-    return native.library() is not None
+    if kept.prepared is None:
+        if None in (forms := [form for store in kept.stores.values() if not store.is_exact for form in _forms(store)]):
+            return False
+        if native.library() is None:
+            if forms:
+                native.warn_of_no_library()
+            return False
+        kept.prepared = Prepared(kept)
+    return True
 
 
 def attend(
@@ -46,32 +48,51 @@ def attend(
     rows, heads, _, dim = query.shape
     kv_heads = table.arena.specs[0].num_heads
     seen = None if mask is None else visible(mask)[:, 0, 0].expand(rows, -1)  # [B, T]
-    segments, masks, offset = [], [], 0
-    for store in kept.stores.values():
-        ids, slots = kept.places(store)
-        segments.append(_segment(store, ids, offset))
-        masks.append(_is_seen(slots, seen))
-        offset += slots.shape[-1]
-    segments.append(_tail_segment(table, offset))
-    begin = table.first_column * table.arena.block_size
-    tail = torch.arange(begin, table.stop, device=query.device).expand(rows, kv_heads, -1)
-    masks.append(_is_seen(tail.where(tail >= table.start, -1), seen))
-    whole = torch.cat(masks, dim=-1).view(rows * kv_heads, 1, 1, -1)
+    segments = [*kept.prepared.segments, _tail_segment(table, kept.prepared.length)]
     packed = query.reshape(rows * kv_heads, heads // kv_heads, 1, dim)
-    output = decode.attend(packed, segments, scaling=scaling, mask=whole)
+    output = decode.attend(packed, segments, scaling=scaling, mask=kept.prepared.mask(seen, table))
     return output.reshape(rows, 1, heads, -1)
+
+
+class Prepared:
+    """What the kernel is told of kept tokens, the same at every step until others are kept.
+
+    Attributes:
+        segments: of each store.
+        length: slots of the mask that they take.
+    """
+
+    def __init__(self, kept: Kept):
+        self.segments: list[decode.Segment] = []
+        self.length, slots = 0, []
+        for store in kept.stores.values():
+            self.segments.append(_segment(store, store.group_ids(kept.rows), self.length))
+            slots.append(store.padded_slots(kept.rows).flatten(0, 1))
+            self.length += slots[-1].shape[-1]
+        self._slots = torch.cat(slots, dim=-1)  # [B * H, n]
+        self._mask: torch.Tensor | None = None
+        self._gap = 0
+
+    def mask(self, seen: torch.Tensor | None, table: BlockTable) -> torch.Tensor:
+        """Whether there is a token, and the query sees it: bool `[B * H, 1, 1, n + tail]`; `seen` is `[B, T]`."""
+        begin = table.first_column * table.arena.block_size
+        gap, length = table.start - begin, table.stop - begin
+        if self._mask is None or gap != self._gap or self._mask.shape[-1] < self.length + length:
+            # Room for the steps to come, all of which see what this one does.
+            is_token = torch.arange(2 * length, device=self._slots.device) >= gap
+            self._mask = torch.cat([self._slots >= 0, is_token.expand(len(self._slots), -1)], dim=-1)[:, None, None]
+            self._gap = gap
+        whole = self._mask[..., : self.length + length]
+        if seen is None:
+            return whole
+        kv_heads = len(self._slots) // len(seen)
+        own = seen.repeat_interleave(kv_heads, dim=0)
+        old = own.gather(1, self._slots.clamp(min=0).long())
+        return whole & torch.cat([old, own[:, begin : table.stop]], dim=-1)[:, None, None]
 
 
 def _forms(store: KeptTokens) -> list:
     return [codec.stored_form(shape) for codec, shape in zip(store.codecs, store.shapes, strict=True)]
-
-
-def _is_seen(slots: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """Whether there is a token at each of `slots` `[B, Hkv, n]`, and the query sees it."""
-    is_token = slots >= 0
-    if seen is None:
-        return is_token
-    return seen.unsqueeze(1).expand(-1, slots.shape[1], -1).gather(2, slots.clamp(min=0).long()) & is_token
 
 
 def _segment(store: KeptTokens, ids: np.ndarray, offset: int) -> decode.Segment:

@@ -292,11 +292,9 @@ def test_rows_share_what_they_keep_until_few_are_left(make_ids, tiny_model, run)
             cache.reorder_cache(index)
             is_shared = layer.kept.stores["older"] is kept
             for each in evicting_layers(copied.layers):  # without sharing: all rows copied
-                each.kept.rows = each.kept.rows[rows]
-                each.kept._take(each.context.pool(each.device), each.kept.rows)
+                each.kept._take(each.context.pool(each.device), each.kept.rows[rows], np.arange(len(rows)))
                 each.table.select_rows(np.array(rows))
                 each.first_slots.select_rows(np.array(rows))
-                each.kept.rows = np.arange(len(rows))
             step = torch.full((len(rows), 1), 5)
             torch.testing.assert_close(run(model, cache, step), run(model, copied, step), **CLOSE)
             assert is_shared == (rows != [2, 2, 2])

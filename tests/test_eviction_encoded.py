@@ -45,7 +45,8 @@ def decoded(cache):
     for layer in evicting_layers(plain.layers):
         layer.codecs = None
         layer.kept.codecs = None
-        layer.kept.stores = {name: _decode(layer, store) for name, store in layer.kept.stores.items()}
+        stores = {name: _decode(layer, store) for name, store in layer.kept.stores.items()}
+        layer.kept._hold(stores, layer.kept.rows)
     return plain
 
 

@@ -110,8 +110,7 @@ def test_beams_equal_beams_that_share_nothing(policy, when, batch, tiny_model, m
     shared = model.generate(ids, **named, **search)
 
     def copy_rows(self, pool, rows):
-        self._take(pool, self.rows[rows])
-        self.rows = np.arange(len(rows))
+        self._take(pool, self.rows[rows], np.arange(len(rows)))
 
     monkeypatch.setattr("hf_kvcache.kept.Kept.select_rows", copy_rows)
     assert torch.equal(model.generate(ids, **named, **search), shared)

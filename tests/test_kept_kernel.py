@@ -63,4 +63,5 @@ def test_short_contexts_odd_blocks_and_missing_compilers_go_without(kernel, tiny
     served = [kept_kernel.can_serve(query, layer.kept, layer.table) for layer in layers]
     assert served == [True, False]
     monkeypatch.setattr(kept_kernel.native, "library", lambda: None)
-    assert not kept_kernel.can_serve(query, layers[0].kept, layers[0].table)
+    anew = caches[0].fork().layers[0]
+    assert not kept_kernel.can_serve(query, anew.kept, anew.table)

@@ -2,11 +2,12 @@
 
 When a prompt is in, the model reads it a second time, after the first; score: the most attention that any query of the
 second reading gives to the token. All heads of all layers share one budget. What can repeat the text can answer any
-question about it: nearly nothing is lost at a quarter of the tokens. Costs about one more prefill, which happens in
+question about it: nearly nothing is lost at a quarter of the tokens. Costs less than one more prefill, which happens in
 `generate()` or by `cache.compress(ids)`. Not between the chunks of a prompt: it is first needed whole.
 Paper: Kim et al. 2025, https://arxiv.org/abs/2505.23416.
-Differs from the paper: attention is normalised over all tokens, not one chunk's; the beginning of the prompt (system
-prompt) is scored like the rest.
+Differs from the paper: a chunk attends to its own text, the tokens right before it and sinks, where the paper's attends
+to the whole prompt; there is no instruction to repeat; the beginning of the prompt (system prompt) is scored like the
+rest.
 """
 
 import torch
@@ -18,7 +19,7 @@ class KVzip(Policy):
     """What the second reading looks at stays; scores come from `EvictingLayer.reconstruction`.
 
     Args:
-        chunk_length: tokens of the second reading that run at a time.
+        chunk_length: tokens of the second reading that run at a time, at most: the prompt is cut evenly.
     """
 
     needs_reconstruction = True

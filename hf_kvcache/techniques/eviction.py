@@ -104,7 +104,7 @@ POLICIES = (
     _eviction(
         "kvzip",
         "what repeating the prompt needs",
-        Option("chunk_length", "int", 2048, "tokens read again at a time", at_least(1)),
+        Option("chunk_length", "int", 512, "most tokens read again at a time, which see their own text", at_least(1)),
         when=False,
         granularity=False,
     ),

@@ -251,22 +251,32 @@ def test_all_heads_keep_the_same_tokens_where_asked(tiny_model, run, make_ids):
 def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
     is_padded, chunk_length, tiny_model, run, make_ids, left_pad, monkeypatch
 ):
-    """Against the attention weights of the model itself, eager, over the text and each chunk of its repetition."""
+    """Against the attention weights of the model itself, eager, over sinks, text and each chunk of its repetition."""
     model = tiny_model("llama")
     lengths = [40, 23] if is_padded else [40, 40]
     ids, mask = left_pad(make_ids(2, 40), lengths)
     cache = make_cache(model, "kvzip", budget=25, chunk_length=chunk_length)
     run(model, cache, ids, mask)
-    monkeypatch.setattr("hf_kvcache.policies.reconstruction._QUERIES_AT_A_TIME", 7)
+    for name, value in (("_QUERIES_AT_A_TIME", 7), ("_NUM_BEFORE", 3), ("_NUM_SINKS", 2)):
+        monkeypatch.setattr(f"hf_kvcache.policies.reconstruction.{name}", value)
     reads = _read_again(model, cache, ids, Reconstruction, chunk_length)
     model.set_attn_implementation("eager")
     expected = [torch.zeros(2, 2, 40) for _ in reads]
-    for begin in range(0, 40, chunk_length):
-        part = slice(begin, begin + chunk_length)
-        both, both_mask = torch.cat([ids, ids[:, part]], 1), torch.cat([mask, mask[:, part]], 1)
-        positions = torch.arange(both.shape[1]) - mask.argmax(-1)[:, None]
+    first, slots = mask.argmax(-1)[:, None], torch.arange(40)
+    sinks = (slots >= first) & (slots < first + 2)
+    length = 40 if chunk_length == 64 else 10  # the prompt is cut evenly
+    for begin in range(0, 40, length):
+        part = slice(begin, begin + length)
+        near = (slots >= begin - 3) & (slots < begin + length)
+        # What sinks of one row show of another is seen there too.
+        text = (near | sinks.any(0)) & (slots >= first)  # [B, 40]
+        both, positions = torch.cat([ids, ids[:, part]], 1), torch.arange(40 + length) - first
+        allowed = torch.ones(40 + length, 40 + length, dtype=torch.bool).tril() & (positions >= 0)[:, None]
+        allowed[:, 40:, :40] = text[:, None]
+        allowed[:, 40:, 40:] &= mask[:, None, part].bool()
+        bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
         with torch.no_grad():
-            out = model(both, attention_mask=both_mask, position_ids=positions.clamp(min=0), output_attentions=True)
+            out = model(both, attention_mask=bias, position_ids=positions.clamp(min=0), output_attentions=True)
         for most, weights in zip(expected, out.attentions, strict=True):
             real = weights[:, :, 40:, :40] * mask[:, None, part, None]
             most.copy_(torch.maximum(most, real.unflatten(1, (2, 2)).amax(dim=(2, 3))))
