@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from .layer_state import LayerState
 from .masks import first_visible
 
 _UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
@@ -43,9 +44,13 @@ class FirstSlots:
         with torch.inference_mode(False):
             self.slots = self.slots.index_select(0, torch.from_numpy(rows).to(self.slots.device))
 
-    def load(self, slots: torch.Tensor) -> None:
-        """Take over what another's `slots` were."""
-        self.slots, self.last = slots, int(slots.max())
+    def state(self) -> LayerState:
+        """The first slot of each row."""
+        return LayerState({"slots": self.slots}, {"last": self.last})
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        """Become what gave `state`, on `device`."""
+        self.slots, self.last = state.tensors["slots"].to(device), state.numbers["last"]
 
     def fork(self) -> "FirstSlots":
         forked = object.__new__(FirstSlots)

@@ -218,7 +218,7 @@ class KeptLayer(AttendingLayer):
         state = super().state()
         if self.table is not None:
             state.put("kept", self.kept.state())
-            state.tensors["first_slot"] = self.first_slot
+            state.put("first_slots", self.first_slots.state())
             state.tensors["scaling"] = torch.tensor(self.scaling, dtype=torch.float64)
         return state
 
@@ -226,7 +226,7 @@ class KeptLayer(AttendingLayer):
         super().load_state(state, device)
         if self.table is not None:
             self.kept.load_state(self.context.pool(device), self.table.materialize(), state.part("kept"))
-            self.first_slots.load(state.tensors["first_slot"].to(device))
+            self.first_slots.load_state(state.part("first_slots"), device)
             self.scaling = state.tensors["scaling"].item()
 
     def reset(self) -> None:

@@ -151,7 +151,7 @@ class ReadingLayer(AttendingLayer):
     def state(self) -> LayerState:
         state = super().state()
         if self.table is not None:
-            state.put("first", LayerState({"slots": self.first.slots}))
+            state.put("first", self.first.state())
             for name, side in self.sides.items():
                 state.put(name, table_state(side))
             state.put("fitted", LayerState({str(index): constant for index, constant in enumerate(self.fitted)}))
@@ -160,8 +160,7 @@ class ReadingLayer(AttendingLayer):
     def load_state(self, state: LayerState, device: torch.device) -> None:
         super().load_state(state, device)
         if self.table is not None:
-            first = state.part("first")
-            self.first.load(first.tensors["slots"].to(device))
+            self.first.load_state(state.part("first"), device)
             for name, side in self.sides.items():
                 load_table(side, state.part(name))
             fitted = state.part("fitted").tensors

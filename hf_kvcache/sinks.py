@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .first_slots import FirstSlots
 from .layer_state import LayerState
-from .masks import first_visible
-
-_UNKNOWN = 1 << 40  # first slot of a row that has had only padding so far
 
 
 class Sinks:
@@ -32,9 +30,17 @@ class Sinks:
             self.states = [
                 torch.zeros(rows, s.shape[1], num_tokens, s.shape[-1], dtype=s.dtype, device=s.device) for s in states
             ]
-            self.first_slot = torch.full((rows,), _UNKNOWN, device=self.device)
-        # One past the last sink slot of any row, once every row has had a real token.
-        self.end = _UNKNOWN
+        self._first_slots = FirstSlots(rows, self.device)
+
+    @property
+    def first_slot(self) -> torch.Tensor:
+        """First real token of each row, int64 `[B]`."""
+        return self._first_slots.slots
+
+    @property
+    def end(self) -> int:
+        """One past the last sink slot of any row, once every row has had a real token; very large before."""
+        return self._first_slots.last + self.num_tokens
 
     @property
     def nbytes(self) -> int:
@@ -50,10 +56,7 @@ class Sinks:
         if before >= self.end:
             return
         count = states[0].shape[2]
-        first = first_visible(mask, before + count, _UNKNOWN)
-        self.first_slot.copy_(self.first_slot.clamp(max=first))
-        # A sync, in the first forwards only: later steps compare Python integers.
-        self.end = int(self.first_slot.max()) + self.num_tokens
+        self._first_slots.note(mask, before + count)
         local = self.slots - before
         is_new = ((local >= 0) & (local < count))[:, None, :, None]
         for sink, state in zip(self.states, states, strict=True):
@@ -82,35 +85,34 @@ class Sinks:
 
     def take_back(self, seen: int) -> None:
         """Only the first `seen` slots are left: look again, among the tokens to come, for sinks that went."""
-        if seen < self.end:
-            self.first_slot[self.first_slot >= seen] = _UNKNOWN
-            self.end = _UNKNOWN
+        self._first_slots.take_back(seen)
 
     def select_rows(self, rows: np.ndarray) -> None:
         # Outside inference mode, or a later turn could not write the result.
         with torch.inference_mode(False):
             index = torch.from_numpy(rows).to(self.device)
             self.states = [state.index_select(0, index) for state in self.states]
-            self.first_slot = self.first_slot.index_select(0, index)
+        self._first_slots.select_rows(rows)
 
     def fork(self) -> "Sinks":
         forked = object.__new__(Sinks)
         forked.__dict__.update(self.__dict__)
         forked.states = [state.clone() for state in self.states]
-        forked.first_slot = self.first_slot.clone()
+        forked._first_slots = self._first_slots.fork()
         return forked
 
     def state(self) -> LayerState:
         """The sinks of each row, and where they are."""
-        tensors = {"keys": self.states[0], "values": self.states[1], "first_slot": self.first_slot}
-        return LayerState(tensors, {"end": self.end})
+        state = LayerState({"keys": self.states[0], "values": self.states[1]})
+        state.put("first_slots", self._first_slots.state())
+        return state
 
     def load_state(self, state: LayerState) -> None:
         """Take over what `state` gave, to the device of these sinks."""
         self.states = [state.tensors[name].to(self.device) for name in ("keys", "values")]
-        self.first_slot, self.end = state.tensors["first_slot"].to(self.device), state.numbers["end"]
+        self._first_slots.load_state(state.part("first_slots"), self.device)
 
     def to(self, device: torch.device) -> None:
         self.device = device
         self.states = [state.to(device) for state in self.states]
-        self.first_slot = self.first_slot.to(device)
+        self._first_slots.to(device)
