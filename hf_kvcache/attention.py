@@ -66,12 +66,17 @@ def attend_merged(
         parts = [_attend_piece(query if p.query is None else p.query, p, scale) for p in group]
         outputs.append(parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts]))
         logsumexps.append(parts[0][1] if len(parts) == 1 else torch.cat([lse for _, lse in parts]))
+    return merge(outputs, logsumexps)[0].to(query.dtype).transpose(1, 2).contiguous()
+
+
+def merge(outputs: Sequence[torch.Tensor], logsumexps: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[..., Dv]` of attention to different tokens, and log-sum-exps `[...]` (float32), as of all of them."""
     if len(outputs) == 1:
-        merged = outputs[0]
-    else:
-        weights = torch.stack(logsumexps).softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)  # [groups, B, Hq, Tq, 1]
-        merged = (torch.stack([output.float() for output in outputs]) * weights).sum(dim=0).to(query.dtype)
-    return merged.transpose(1, 2).contiguous()
+        return outputs[0], logsumexps[0]
+    stacked = torch.stack(logsumexps)
+    weights = stacked.softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)
+    merged = (torch.stack([output.float() for output in outputs]) * weights).sum(dim=0)
+    return merged, stacked.logsumexp(dim=0)
 
 
 def _attend_piece(query: torch.Tensor, piece: Piece, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    scores = [read.most for read in _read_again(model, cache, input_ids, Reconstruction, first.policy.chunk_length)]
+    kind = functools.partial(Reconstruction, looks_at_all=first.policy.looks == "all")
+    scores = [read.most for read in _read_again(model, cache, input_ids, kind, first.policy.chunk_length)]
     held = [layer.held() for layer in layers]
     protected = [
         layer.finish(score.masked_fill(part.slots < past - count, torch.inf), part)
@@ -74,7 +76,7 @@ def retrieval_scores(model: Any, make_cache: Callable[[], Any]) -> list[list[flo
 
 @torch.no_grad()
 def _read_again(
-    model: Any, cache: Any, input_ids: torch.Tensor, kind: type[Reconstruction], chunk_length: int
+    model: Any, cache: Any, input_ids: torch.Tensor, kind: Callable[..., Reconstruction], chunk_length: int
 ) -> list[Reconstruction]:
     """What a second reading of `input_ids`, `chunk_length` tokens at a time, shows in each evicting layer."""
     # Evicting layers store nothing while they score; windows and states read along from the prompt's end.
@@ -85,11 +87,9 @@ def _read_again(
         layer.reconstruction = kind(layer.held(), is_last=layer is layers[-1])
     first_slot, past = layers[0].first_slot, layers[0].seen
     count = input_ids.shape[1]
-    num_chunks = -(-count // chunk_length)
-    for offset in range(0, count, -(-count // num_chunks)):
-        chunk = input_ids[:, offset : offset + -(-count // num_chunks)]
+    for offset in range(0, count, chunk_length):
+        chunk = input_ids[:, offset : offset + chunk_length]
         begin = past - count + offset
-        stop = begin + chunk.shape[1]
         reading.layers = [forks[i] if i in forks else copy.deepcopy(own) for i, own in enumerate(cache.layers)]
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
@@ -101,7 +101,7 @@ def _read_again(
         if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()
         for layer in layers:
-            layer.reconstruction.begin_chunk(begin, stop, ~is_real[:, past:].to(layer.device) if is_padded else None)
+            layer.reconstruction.begin_chunk(begin, ~is_real[:, past:].to(layer.device) if is_padded else None)
         with contextlib.suppress(ForwardDone):
             model.get_decoder()(**inputs)
     return [layer.reconstruction for layer in layers]

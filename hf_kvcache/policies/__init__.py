@@ -78,7 +78,7 @@ def build_policy(
             pattern = options["pattern"] or head_scores()
             return DuoAttention(pattern, layer=layer, minimum=sinks + options["num_recent_tokens"])
         case "kvzip":
-            return KVzip(chunk_length=options["chunk_length"])
+            return KVzip(chunk_length=options["chunk_length"], looks=options["looks"])
         case "pyramidkv":
             scorer = build_policy(options["scorer"], options, **place)
             return PyramidKV(scorer, beta=options["beta"], layer=layer, num_layers=num_layers)

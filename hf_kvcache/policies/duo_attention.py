@@ -50,8 +50,8 @@ class DuoAttention(Policy):
 class InductionProbe(Reconstruction):
     """Of random tokens that are read twice, how much each KV head attends to the token after the same one, `[Hkv]`."""
 
-    def __init__(self, held: Held, *, is_last: bool = False):
-        super().__init__(held, is_last=is_last)
+    def __init__(self, held: Held, *, is_last: bool):
+        super().__init__(held, looks_at_all=True, is_last=is_last)
         self.strength = torch.zeros(held.slots.shape[1], device=held.slots.device)
 
     def note(self, scores: torch.Tensor, start: int) -> None:

@@ -5,9 +5,10 @@ second reading gives to the token. All heads of all layers share one budget. Wha
 question about it: nearly nothing is lost at a quarter of the tokens. Costs less than one more prefill, which happens in
 `generate()` or by `cache.compress(ids)`. Not between the chunks of a prompt: it is first needed whole.
 Paper: Kim et al. 2025, https://arxiv.org/abs/2505.23416.
-Differs from the paper: a chunk attends to its own text, the tokens right before it and sinks, where the paper's attends
-to the whole prompt; there is no instruction to repeat; the beginning of the prompt (system prompt) is scored like the
-rest.
+Differs from the paper: a query of the second reading attends to sinks, to the text that it repeats and a little around
+it, to the tokens read again right before, and to a sample of the others (`looks="near"`). The paper's attends to the
+whole prompt (`looks="all"`), which costs two prefills or more, and keeps more when nine tenths are evicted. There is no
+instruction to repeat; the beginning of the prompt (system prompt) is scored like the rest.
 """
 
 import torch
@@ -19,14 +20,16 @@ class KVzip(Policy):
     """What the second reading looks at stays; scores come from `EvictingLayer.reconstruction`.
 
     Args:
-        chunk_length: tokens of the second reading that run at a time, at most: the prompt is cut evenly.
+        chunk_length: tokens of the second reading that run at a time.
+        looks: what each of them attends to, `"near"` or `"all"`.
     """
 
     needs_reconstruction = True
     is_incremental = False
 
-    def __init__(self, *, chunk_length: int):
+    def __init__(self, *, chunk_length: int, looks: str):
         self.chunk_length = chunk_length
+        self.looks = looks
 
     def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
         raise RuntimeError("kvzip has read nothing again yet: call cache.compress(ids) with the ids of the prompt.")

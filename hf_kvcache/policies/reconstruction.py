@@ -1,17 +1,21 @@
 """Reading a prompt once more to see which of its tokens a model needs to repeat it."""
 
+import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from ..attention import attend_causal, attend_with_logsumexp
+from ..attention import attend_causal, attend_with_logsumexp, merge
 from .base import Held, Queries
 
-# Queries that run at a time: their scores for the tokens they see are in memory once.
+# Queries that run at a time. They look at the sinks, at their own text in the cache and a little around it, at tokens
+# again right before, and at a sample of the others: what repeating takes, at a cost that is linear in the length.
 _QUERIES_AT_A_TIME = 256
-# What a chunk sees beside its own text: the first tokens, which all queries look at, and those right before it.
 _NUM_SINKS = 4
-_NUM_BEFORE = 32
+_NUM_BEFORE, _NUM_AFTER = 32, 8  # of the text
+_NUM_OWN = 64
+_NUM_SAMPLED = 192
 
 
 class ForwardDone(Exception):
@@ -21,33 +25,33 @@ class ForwardDone(Exception):
 class Reconstruction:
     """The most attention that any query of the second reading gave to each held token, float32 `[B, Hkv, n]`.
 
-    A chunk that is read again attends to its own text in the cache, not to everything: the cost is linear in the length
-    of the prompt. Attention weights are never computed: the highest one of a token is that of its highest score after
-    the query's log-sum-exp is taken off, which attention gives anyway.
+    Attention weights are never computed: the highest one of a token is that of its highest score after the query's
+    log-sum-exp is taken off, which attention gives anyway.
 
     Args:
         held: what the layer holds.
+        looks_at_all: whether each query attends to everything, and scores it.
         is_last: whether no other layer's scores depend on this one's output.
     """
 
-    def __init__(self, held: Held, *, is_last: bool = False):
+    def __init__(self, held: Held, *, looks_at_all: bool, is_last: bool):
         self._slots = held.slots
+        self._looks_at_all = looks_at_all
         self._are_sinks = held.are_sinks(_NUM_SINKS)
         self._is_last = is_last
+        self._scaling = held.scaling
         self._log_most = torch.full(held.slots.shape, -torch.inf, device=held.slots.device)
 
     @property
     def most(self) -> torch.Tensor:
         return self._log_most.exp()
 
-    def begin_chunk(self, begin: int, stop: int, is_padding: torch.Tensor | None) -> None:
-        """The tokens of slots `begin` to `stop` are read next; `is_padding` `[B, T]` of them, None if there is none."""
-        is_near = (self._slots >= begin - _NUM_BEFORE) & (self._slots < stop) | self._are_sinks
-        self._columns = is_near.flatten(0, 1).any(dim=0).nonzero().squeeze(1)
-        self._is_padding = is_padding
+    def begin_chunk(self, begin: int, is_padding: torch.Tensor | None) -> None:
+        """The tokens from slot `begin` on are read next; `is_padding` `[B, T]` of them, None if there is none."""
+        self._begin, self._is_padding = begin, is_padding
 
     def attend(self, queries: Queries, states: Sequence[torch.Tensor], held: Held) -> torch.Tensor:
-        """Attention of `queries` to their text in `held` and to their own tokens' `states`; none is stored.
+        """Attention of `queries` to `held` and to their own tokens' keys and values `states`; none is stored.
 
         Returns:
             `[B, T, Hq, Dv]`.
@@ -55,34 +59,79 @@ class Reconstruction:
         Raises:
             ForwardDone: in the last layer.
         """
-        held = Held(*(state.index_select(2, self._columns) for state in held[:4]), *held[4:])
-        groups = queries.states.shape[1] // held.keys.shape[1]
-        own = [state.repeat_interleave(groups, dim=1) for state in states]
-        near = attend_causal(queries.states, *own, self._is_padding, held.scaling)
-        is_held = None if bool(held.is_held.all()) else held.is_held.unsqueeze(2)
-        # One more channel takes the log-sum-exp off: scores come out of the product normalised.
-        keys = torch.cat([held.keys.float(), torch.ones_like(held.keys[..., :1], dtype=torch.float32)], dim=-1)
         outputs = []
         for begin in range(0, queries.states.shape[2], _QUERIES_AT_A_TIME):
             part = queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME]
-            count = part.shape[2]
-            packed = part.reshape(len(part), held.keys.shape[1], groups * count, -1)
-            output, logsumexp = attend_with_logsumexp(packed, held.keys, held.values, is_held, held.scaling)
-            output, logsumexp = output.reshape(*part.shape[:3], -1), logsumexp.reshape(part.shape[:3])
-            near_output, near_logsumexp = (state[:, :, begin : begin + count] for state in near)
-            whole = torch.logaddexp(logsumexp, near_logsumexp)
-            weights = (logsumexp - whole).exp().unsqueeze(-1).to(output.dtype)
-            outputs.append(torch.lerp(near_output, output, weights).nan_to_num_(0.0))
+            count, groups = part.shape[2], part.shape[1] // held.keys.shape[1]
+            is_near = self._is_near(self._begin + begin, count)
+            self._columns = is_near.nonzero().squeeze(1)
+            text = _take(held, self._columns)
+            parts = [self._attend_near(part, states, begin), self._attend_earlier(part, states, text, begin)]
+            if not bool(is_near.all()):
+                parts.append(_attend_sample(part, held, ~is_near))
+            output, logsumexp = merge(*zip(*parts, strict=True))
+            outputs.append(output.to(part.dtype))
             if self._is_padding is not None:
-                whole = whole.masked_fill(self._is_padding[:, None, begin : begin + count], torch.inf)
-            extended = torch.cat([packed.float() * held.scaling, -whole.reshape(*packed.shape[:3], 1)], dim=-1)
-            scores = torch.matmul(extended, keys.transpose(-1, -2)).unflatten(2, (groups, count))
-            self.note(scores, queries.start + begin)
+                logsumexp = logsumexp.masked_fill(self._is_padding[:, None, begin : begin + count], torch.inf)
+            # One more channel takes the log-sum-exp off: scores come out of the product normalised.
+            packed = part.float() * held.scaling
+            extended = torch.cat([packed, -logsumexp.unsqueeze(-1)], dim=-1).unflatten(1, (-1, groups)).flatten(2, 3)
+            keys = nn.functional.pad(text.keys.float(), (0, 1), value=1.0)
+            scores = torch.matmul(extended, keys.transpose(-1, -2))
+            self.note(scores.unflatten(2, (groups, count)), queries.start + begin)
         if self._is_last:
             raise ForwardDone
         return torch.cat(outputs, dim=2).transpose(1, 2)
+
+    def _is_near(self, begin: int, count: int) -> torch.Tensor:
+        """Columns, bool `[n]`, that queries look at which repeat `count` tokens from slot `begin` on."""
+        if self._looks_at_all:
+            return torch.ones(self._slots.shape[-1], dtype=torch.bool, device=self._slots.device)
+        is_near = (self._slots >= begin - _NUM_BEFORE) & (self._slots < begin + count + _NUM_AFTER)
+        return (is_near | self._are_sinks).flatten(0, 1).any(dim=0)
+
+    def _attend_near(
+        self, queries: torch.Tensor, states: Sequence[torch.Tensor], begin: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries from place `begin` of the chunk on, to their own tokens."""
+        at = slice(begin, begin + queries.shape[2])
+        own = [state[:, :, at].repeat_interleave(queries.shape[1] // state.shape[1], dim=1) for state in states]
+        padding = None if self._is_padding is None else self._is_padding[:, at]
+        return attend_causal(queries, *own, padding, self._scaling)
+
+    def _attend_earlier(
+        self, queries: torch.Tensor, states: Sequence[torch.Tensor], text: Held, begin: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of queries from place `begin` on, to `text` and to own tokens before them."""
+        at = slice(0 if self._looks_at_all else max(0, begin - _NUM_OWN), begin)
+        is_there = nn.functional.pad(text.is_held, (0, at.stop - at.start), value=True)
+        if self._is_padding is not None:
+            is_there[..., text.is_held.shape[-1] :] &= ~self._is_padding[:, None, at]
+        earlier = [torch.cat([t, s[:, :, at]], dim=2) for t, s in zip(text[:2], states, strict=True)]
+        return _attend_packed(queries, *earlier, is_there, text.scaling)
 
     def note(self, scores: torch.Tensor, start: int) -> None:
         """Take note of log weights `[B, Hkv, Hq / Hkv, T, n]` of the tokens seen, by queries from slot `start`."""
         before = self._log_most[..., self._columns]
         self._log_most[..., self._columns] = torch.maximum(before, scores.amax(dim=(2, 3)))
+
+
+def _take(held: Held, columns: torch.Tensor) -> Held:
+    return Held(*(state.index_select(2, columns) for state in held[:4]), *held[4:])
+
+
+def _attend_sample(queries: torch.Tensor, held: Held, is_far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """To a few tokens that stand for all of `is_far` `[n]`: without these, what is near would seem to matter more."""
+    columns = is_far.nonzero().squeeze(1)
+    stride = -(-len(columns) // _NUM_SAMPLED)
+    sampled = _take(held, columns[stride // 2 :: stride])
+    output, logsumexp = _attend_packed(queries, sampled.keys, sampled.values, sampled.is_held, held.scaling)
+    return output, logsumexp + math.log(len(columns) / sampled.keys.shape[2])
+
+
+def _attend_packed(queries, keys, values, is_there: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[B, Hq, T, D]` to KV heads as they are stored, those tokens that are there, bool `[B, Hkv, n]`."""
+    packed = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[-1])
+    mask = None if bool(is_there.all()) else is_there.unsqueeze(2)
+    attended = attend_with_logsumexp(packed, keys, values, mask, scaling)
+    return tuple(state.reshape(*queries.shape[:3], *state.shape[3:]) for state in attended)

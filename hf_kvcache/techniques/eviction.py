@@ -104,7 +104,8 @@ POLICIES = (
     _eviction(
         "kvzip",
         "what repeating the prompt needs",
-        Option("chunk_length", "int", 512, "most tokens read again at a time, which see their own text", at_least(1)),
+        Option("chunk_length", "int", 2048, "tokens read again at a time", at_least(1)),
+        Option("looks", "str", "near", "what each looks at: near (its own text), or all of it", one_of("near", "all")),
         when=False,
         granularity=False,
     ),

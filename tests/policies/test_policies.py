@@ -1,5 +1,6 @@
 """Each policy's scores against its formula, written out for one row and one head at a time."""
 
+import functools
 import math
 
 import pytest
@@ -247,38 +248,48 @@ def test_all_heads_keep_the_same_tokens_where_asked(tiny_model, run, make_ids):
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("chunk_length", [64, 11])
+@pytest.mark.parametrize("chunk_length", [64, 23])
+@pytest.mark.parametrize("looks", ["near", "all"])
 def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
-    is_padded, chunk_length, tiny_model, run, make_ids, left_pad, monkeypatch
+    looks, is_padded, chunk_length, tiny_model, run, make_ids, left_pad, monkeypatch
 ):
-    """Against the attention weights of the model itself, eager, over sinks, text and each chunk of its repetition."""
+    """Against the attention weights of the model itself, eager, under a mask that says what each query looks at."""
     model = tiny_model("llama")
-    lengths = [40, 23] if is_padded else [40, 40]
-    ids, mask = left_pad(make_ids(2, 40), lengths)
-    cache = make_cache(model, "kvzip", budget=25, chunk_length=chunk_length)
+    first, slots = torch.tensor([[0], [17 if is_padded else 0]]), torch.arange(40)
+    ids, mask = left_pad(make_ids(2, 40), [40, 40 - int(first[1])])
+    cache = make_cache(model, "kvzip", budget=25)
     run(model, cache, ids, mask)
-    for name, value in (("_QUERIES_AT_A_TIME", 7), ("_NUM_BEFORE", 3), ("_NUM_SINKS", 2)):
-        monkeypatch.setattr(f"hf_kvcache.policies.reconstruction.{name}", value)
-    reads = _read_again(model, cache, ids, Reconstruction, chunk_length)
+    sizes = {"QUERIES_AT_A_TIME": 10, "NUM_BEFORE": 3, "NUM_AFTER": 2, "NUM_SINKS": 2, "NUM_OWN": 4, "NUM_SAMPLED": 4}
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"hf_kvcache.policies.reconstruction._{name}", value)
+    kind = functools.partial(Reconstruction, looks_at_all=looks == "all")
+    reads = _read_again(model, cache, ids, kind, chunk_length)
     model.set_attn_implementation("eager")
     expected = [torch.zeros(2, 2, 40) for _ in reads]
-    first, slots = mask.argmax(-1)[:, None], torch.arange(40)
-    sinks = (slots >= first) & (slots < first + 2)
-    length = 40 if chunk_length == 64 else 10  # the prompt is cut evenly
-    for begin in range(0, 40, length):
-        part = slice(begin, begin + length)
-        near = (slots >= begin - 3) & (slots < begin + length)
-        # What sinks of one row show of another is seen there too.
-        text = (near | sinks.any(0)) & (slots >= first)  # [B, 40]
-        both, positions = torch.cat([ids, ids[:, part]], 1), torch.arange(40 + length) - first
-        allowed = torch.ones(40 + length, 40 + length, dtype=torch.bool).tril() & (positions >= 0)[:, None]
-        allowed[:, 40:, :40] = text[:, None]
-        allowed[:, 40:, 40:] &= mask[:, None, part].bool()
-        bias = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)[:, None]
+    sinks = ((slots >= first) & (slots < first + 2)).any(0)  # those of one row are seen in the others too
+    for begin in range(0, 40, chunk_length):
+        again = slots[begin : begin + chunk_length]
+        both, positions = torch.cat([ids, ids[:, again]], 1), torch.arange(40 + len(again)) - first
+        block = (again - begin) // 10 * 10 + begin  # where the queries that run together begin
+        stop = torch.minimum(block + 10, again[-1] + 1)
+        near = (slots >= block[:, None] - 3) & (slots < stop[:, None] + 2) | sinks
+        own = (again >= block[:, None] - 4) & (again <= again[:, None])
+        if looks == "all":
+            near, own = torch.ones_like(near), again <= again[:, None]
+        bias = torch.full((2, 40 + len(again), 40 + len(again)), torch.finfo(torch.float32).min)
+        bias[:, :40, :40] = bias[:, :40, :40].triu(1)
+        bias[:, 40:, :40][:, near] = 0.0
+        bias[:, 40:, 40:][:, own] = 0.0
+        for row, is_near in enumerate(near):  # a sample stands for what is not near
+            far = (~is_near).nonzero().squeeze(1)
+            stride = max(1, -(-len(far) // 4))
+            sample = far[stride // 2 :: stride]
+            bias[:, 40 + row, sample] = math.log(len(far) / max(1, len(sample))) if len(far) else 0.0
+        bias = bias.masked_fill(~torch.cat([mask, mask[:, again]], 1)[:, None].bool(), torch.finfo(torch.float32).min)
         with torch.no_grad():
-            out = model(both, attention_mask=bias, position_ids=positions.clamp(min=0), output_attentions=True)
+            out = model(both, attention_mask=bias[:, None], position_ids=positions.clamp(min=0), output_attentions=True)
         for most, weights in zip(expected, out.attentions, strict=True):
-            real = weights[:, :, 40:, :40] * mask[:, None, part, None]
+            real = weights[:, :, 40:, :40] * mask[:, None, again, None] * near
             most.copy_(torch.maximum(most, real.unflatten(1, (2, 2)).amax(dim=(2, 3))))
     for read, most in zip(reads, expected, strict=True):
         is_real = mask[:, None].bool().expand_as(most)
