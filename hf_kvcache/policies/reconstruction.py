@@ -9,7 +9,7 @@ from torch import nn
 from ..attention import attend_causal, attend_with_logsumexp, merge
 from .base import Held, Queries
 
-# Queries that run at a time. They look at the sinks, at their own text in the cache and a little around it, at tokens
+# Queries that run at a time. They look at sinks, at their own text in the cache and a little around it, at tokens read
 # again right before, and at a sample of the others: what repeating takes, at a cost that is linear in the length.
 _QUERIES_AT_A_TIME = 256
 _NUM_SINKS = 4
