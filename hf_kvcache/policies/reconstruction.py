@@ -64,11 +64,16 @@ class Reconstruction:
             part = queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME]
             count, groups = part.shape[2], part.shape[1] // held.keys.shape[1]
             is_near = self._is_near(self._begin + begin, count)
-            self._columns = is_near.nonzero().squeeze(1)
-            text = _take(held, self._columns)
+            near, far = is_near.nonzero().squeeze(1), (~is_near).nonzero().squeeze(1)
+            # Another sample for each part, so that every token is looked at from afar too.
+            stride = max(1, -(-len(far) // _NUM_SAMPLED))
+            sample = far[begin // _QUERIES_AT_A_TIME % stride :: stride]
+            text, rest = _take(held, near), _take(held, sample)
             parts = [self._attend_near(part, states, begin), self._attend_earlier(part, states, text, begin)]
-            if not bool(is_near.all()):
-                parts.append(_attend_sample(part, held, ~is_near))
+            if len(far):
+                # It stands for all that is far: without it, what is near would seem to matter more.
+                output, logsumexp = _attend_packed(part, rest.keys, rest.values, rest.is_held, held.scaling)
+                parts.append((output, logsumexp + math.log(len(far) / len(sample))))
             output, logsumexp = merge(*zip(*parts, strict=True))
             outputs.append(output.to(part.dtype))
             if self._is_padding is not None:
@@ -76,8 +81,9 @@ class Reconstruction:
             # One more channel takes the log-sum-exp off: scores come out of the product normalised.
             packed = part.float() * held.scaling
             extended = torch.cat([packed, -logsumexp.unsqueeze(-1)], dim=-1).unflatten(1, (-1, groups)).flatten(2, 3)
-            keys = nn.functional.pad(text.keys.float(), (0, 1), value=1.0)
+            keys = nn.functional.pad(torch.cat([text.keys, rest.keys], dim=2).float(), (0, 1), value=1.0)
             scores = torch.matmul(extended, keys.transpose(-1, -2))
+            self._columns = torch.cat([near, sample])
             self.note(scores.unflatten(2, (groups, count)), queries.start + begin)
         if self._is_last:
             raise ForwardDone
@@ -118,15 +124,6 @@ class Reconstruction:
 
 def _take(held: Held, columns: torch.Tensor) -> Held:
     return Held(*(state.index_select(2, columns) for state in held[:4]), *held[4:])
-
-
-def _attend_sample(queries: torch.Tensor, held: Held, is_far: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """To a few tokens that stand for all of `is_far` `[n]`: without these, what is near would seem to matter more."""
-    columns = is_far.nonzero().squeeze(1)
-    stride = -(-len(columns) // _NUM_SAMPLED)
-    sampled = _take(held, columns[stride // 2 :: stride])
-    output, logsumexp = _attend_packed(queries, sampled.keys, sampled.values, sampled.is_held, held.scaling)
-    return output, logsumexp + math.log(len(columns) / sampled.keys.shape[2])
 
 
 def _attend_packed(queries, keys, values, is_there: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -280,16 +280,22 @@ def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
         bias[:, :40, :40] = bias[:, :40, :40].triu(1)
         bias[:, 40:, :40][:, near] = 0.0
         bias[:, 40:, 40:][:, own] = 0.0
-        for row, is_near in enumerate(near):  # a sample stands for what is not near
-            far = (~is_near).nonzero().squeeze(1)
-            stride = max(1, -(-len(far) // 4))
-            sample = far[stride // 2 :: stride]
-            bias[:, 40 + row, sample] = math.log(len(far) / max(1, len(sample))) if len(far) else 0.0
+        scored = near.clone()
+        for row, is_near in enumerate(near):  # a sample stands for what is not near, another one for each block
+            if len(far := (~is_near).nonzero().squeeze(1)):
+                stride = -(-len(far) // 4)
+                sample = far[row // 10 % stride :: stride]
+                bias[:, 40 + row, sample] = math.log(len(far) / len(sample))
+                scored[row, sample] = True
         bias = bias.masked_fill(~torch.cat([mask, mask[:, again]], 1)[:, None].bool(), torch.finfo(torch.float32).min)
         with torch.no_grad():
             out = model(both, attention_mask=bias[:, None], position_ids=positions.clamp(min=0), output_attentions=True)
         for most, weights in zip(expected, out.attentions, strict=True):
-            real = weights[:, :, 40:, :40] * mask[:, None, again, None] * near
+            real = (
+                (weights[:, :, 40:, :40] / bias[:, None, 40:, :40].clamp(min=0.0).exp())
+                * mask[:, None, again, None]
+                * scored
+            )
             most.copy_(torch.maximum(most, real.unflatten(1, (2, 2)).amax(dim=(2, 3))))
     for read, most in zip(reads, expected, strict=True):
         is_real = mask[:, None].bool().expand_as(most)
