@@ -16,6 +16,8 @@ from .compression import retrieval_scores
 from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
+from .entries_layer import EntriesLayer
+from .indexed_layer import IndexedBlockLayer, IndexedDecodedLayer, IndexedLayer
 from .layer import LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
@@ -27,10 +29,13 @@ from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
+from .streams import Stream
 from .summary_layer import SummaryLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+_INDEXED = ("indexed_attention", "minimax_m3_sparse")
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _STATES = ("linear_attention", "conv")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
@@ -121,12 +126,29 @@ class _Builder:
             layer = SlidingBlockLayer(context, sliding_window=kwargs["sliding_window"])
         elif layer_type in _FULL:
             layer = self._build_full(attention, context)
+        elif layer_type in _INDEXED:
+            layer = self._build_indexed(context)
+        elif layer_type in _COMPRESSED:
+            layer = self._build_compressed(context, kwargs["config"])
         else:
             raise NotImplementedError(
                 f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
                 "transformers' own cache for this model (leave cache_implementation out)."
             )
         return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
+
+    def _build_indexed(self, context: LayerContext) -> IndexedLayer:
+        """A layer whose model chooses the tokens it attends to: it masks all of them, so it must get all of them."""
+        context = replace(context, takes_over=False)
+        return IndexedBlockLayer(context, index=Stream(context))
+
+    def _build_compressed(self, context: LayerContext, config: Any) -> EntriesLayer:
+        return EntriesLayer(
+            context,
+            sliding_window=config.sliding_window,
+            rate=config.compress_rates[context.layer_type],
+            make_stream=lambda name: Stream(context),
+        )
 
     def _build_full(self, attention: nn.Module, context: LayerContext) -> Any:
         """The layer of full attention that the techniques stand for."""

@@ -46,6 +46,7 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     grows = True  # whether one more token takes more memory, however many came before
+    shares_values = False  # whether values are the keys, and are stored once
 
     def __init__(self, context: LayerContext):
         # The parent's `keys` and `values` are attributes; here they are views of the blocks.
@@ -61,7 +62,8 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device = key_states.device
-        planes = tuple(Plane(s.shape[1], s.shape[-1], s.dtype) for s in (key_states, value_states))
+        states = (key_states,) if self.shares_values else (key_states, value_states)
+        planes = tuple(Plane(s.shape[1], s.shape[-1], s.dtype) for s in states)
         arena = Arena(self.context.pool(self.device), planes, block_size=self.context.block_size)
         self.table = BlockTable(arena, key_states.shape[0])
         self.is_initialized = True
@@ -99,6 +101,24 @@ class KVLayer(CacheLayerMixin):
         return 8 * self.table.arena.block_bytes / (self.context.block_size * self.values_per_token)
 
     @property
+    def num_values(self) -> int:
+        """Elements held now, of all rows, in whatever form."""
+        return 0 if self.table is None else self.batch_size * self.values_per_token * self.stored_length
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """What transformers' own layer would hold for the tokens that this one has seen."""
+        if self.table is None:
+            return 0
+        arena = self.table.arena
+        return self.batch_size * self.num_dynamic_tokens * (arena.block_bytes // arena.block_size)
+
+    @property
+    def num_dynamic_tokens(self) -> int:
+        """Of how many tokens it would hold keys and values."""
+        return self.seen
+
+    @property
     def tables(self) -> list[BlockTable]:
         """All block tables of this layer, for the report and to give memory back."""
         return [] if self.table is None else [self.table]
@@ -110,7 +130,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        return None if self.table is None else self.table.materialize()[1]
+        return None if self.table is None else self.table.materialize()[-1]
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -172,10 +192,9 @@ class KVLayer(CacheLayerMixin):
         if not tokens.tensors:
             return
         rows = tokens.tensors["block_ids"].shape[0]
-        planes = [tokens.tensors[f"plane_{index}"] for index in range(2)]
-        self.lazy_initialization(
-            *(plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes)
-        )
+        planes = [tokens.tensors[f"plane_{index}"] for index in range(len(tokens.tensors) - 1)]
+        empty = [plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes]
+        self.lazy_initialization(empty[0], empty[-1])
         load_table(self.table, tokens)
         self._give_back_memory()
 

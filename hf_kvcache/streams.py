@@ -1,0 +1,247 @@
+"""What a model stores of its tokens beside keys and values (indexer keys, summaries): in blocks, exact or encoded."""
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .blocks import Arena, BlockTable, load_table, table_state
+from .blocks.arena import Plane
+from .codecs.base import Codec, Shape
+from .layer import LayerContext
+from .layer_state import LayerState
+
+
+class Stream:
+    """Tensors `[B, H, T, D]` of consecutive tokens, in one block table. Exact.
+
+    Shapes and device come with the first `append`. A token may be anything of which one follows another, such as a
+    summary of 128 tokens of text.
+
+    Args:
+        context: of the layer it belongs to, where the blocks come from.
+    """
+
+    def __init__(self, context: LayerContext):
+        self.context = context
+        self.table: BlockTable | None = None
+
+    @property
+    def start(self) -> int:
+        """The first token that is still held."""
+        return 0 if self.table is None else self.table.start
+
+    @property
+    def stop(self) -> int:
+        """Tokens a row that went in, less those cropped."""
+        return 0 if self.table is None else self.table.stop
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        return [] if self.table is None else [self.table]
+
+    @property
+    def values_per_token(self) -> int:
+        return 0 if self.table is None else sum(plane.num_heads * plane.dim for plane in self.table.arena.specs)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of one token of one row in the dtype it came in."""
+        return 0 if self.table is None else self.table.arena.block_bytes // self.table.arena.block_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one old token of one row takes."""
+        return self.exact_bytes
+
+    @property
+    def num_values(self) -> int:
+        """Elements held now, of all rows."""
+        return 0 if self.table is None else self.table.num_rows * (self.stop - self.start) * self.values_per_token
+
+    def append(self, states: Sequence[torch.Tensor], *, keep: int | None = None) -> None:
+        """Store new tokens, one `[B, H, n, D]` a tensor; with `keep`, no more than the newest `keep` of all are held.
+
+        Raises:
+            ValueError: if they are of another batch size than what is stored.
+        """
+        states = [state.detach() for state in states]
+        if self.table is None:
+            self._make(states)
+        if states[0].shape[0] != self.table.num_rows:
+            raise ValueError(
+                f"the cache holds {self.table.num_rows} sequences and was given {states[0].shape[0]}: call "
+                "batch_repeat_interleave or batch_select_indices to match them, or reset() to start anew."
+            )
+        count = states[0].shape[2]
+        if keep is not None and count > keep:
+            # Of a long prompt, only its end is ever stored.
+            self.table.restart(self.stop + count - keep)
+            states = [state[:, :, count - keep :] for state in states]
+        self._store(states)
+        if keep is not None:
+            self.drop_front(self.stop - keep)
+
+    def _make(self, states: Sequence[torch.Tensor]) -> None:
+        planes = tuple(Plane(state.shape[1], state.shape[-1], state.dtype) for state in states)
+        arena = Arena(self.context.pool(states[0].device), planes, block_size=self.context.block_size)
+        self.table = BlockTable(arena, states[0].shape[0])
+
+    def _store(self, states: list[torch.Tensor]) -> None:
+        self.table.append(states)
+
+    def read(self, begin: int | None = None) -> list[torch.Tensor]:
+        """The held tokens from `begin` on, `[B, H, n, D]` a tensor: views where they lie in one run."""
+        return self.table.materialize(begin)
+
+    def crop(self, count: int) -> None:
+        """Forget the newest `count` tokens."""
+        if self.table is not None:
+            self.table.crop(count)
+
+    def drop_front(self, start: int) -> None:
+        """Forget the tokens before `start`."""
+        if self.table is not None:
+            self.table.drop_front(start)
+
+    def select_rows(self, rows: np.ndarray) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        for table in self.tables:
+            table.select_rows(rows)
+
+    def fork(self) -> "Stream":
+        """A second stream over the same tokens; blocks are shared until one of the two writes."""
+        forked = copy.copy(self)
+        forked.table = None if self.table is None else self.table.fork()
+        return forked
+
+    def to(self, device: torch.device, context: LayerContext) -> None:
+        """Move to `device`, to a pool of `context`."""
+        self.context = context
+        if self.table is not None:
+            self.table = self.table.to(context.pool(device))
+
+    def state(self) -> LayerState:
+        return LayerState() if self.table is None else table_state(self.table)
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        """Become, from new, the stream that gave `state`, on `device`."""
+        if state.tensors:
+            rows = state.tensors["block_ids"].shape[0]
+            planes = [state.tensors[f"plane_{index}"] for index in range(len(state.tensors) - 1)]
+            self._make([plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes])
+            load_table(self.table, state)
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        self.table = None
+
+
+class CodedStream(Stream):
+    """Old tokens encoded in groups, each once, and an exact tail; decoded as a whole when they are read.
+
+    Args:
+        context: of the layer it belongs to.
+        codecs: one for each tensor, with groups of the same length.
+        residual_length: newest tokens that stay exact, with those that fill no group yet. At least 0.
+    """
+
+    def __init__(self, context: LayerContext, *, codecs: Sequence[Codec], residual_length: int):
+        super().__init__(context)
+        self.codecs = tuple(codecs)
+        self.group_length = codecs[0].group_length
+        self.residual_length = residual_length
+        self.coded: BlockTable | None = None
+        self.shapes: tuple[Shape, ...] = ()
+
+    @property
+    def start(self) -> int:
+        return 0
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        return [] if self.table is None else [self.table, self.coded]
+
+    @property
+    def bytes_per_token(self) -> float:
+        return 0.0 if self.coded is None else self.coded.arena.block_bytes / self.group_length
+
+    @property
+    def _coded_length(self) -> int:
+        return self.coded.stop * self.group_length
+
+    def _make(self, states: Sequence[torch.Tensor]) -> None:
+        super()._make(states)
+        self.shapes = tuple(Shape(s.shape[1], s.shape[-1], s.dtype) for s in states)
+        planes = [codec.planes(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
+        self._counts = [len(of_codec) for of_codec in planes]
+        arena = Arena(self.context.pool(states[0].device), tuple(p for of_codec in planes for p in of_codec), block_size=1)
+        self.coded = BlockTable(arena, states[0].shape[0])
+
+    def _store(self, states: list[torch.Tensor]) -> None:
+        groups = max(0, self.table.length + states[0].shape[2] - self.residual_length) // self.group_length
+        if not groups:
+            self.table.append(states)
+            return
+        # Encoded from the states at hand: a prompt is never stored in full precision.
+        tail = [torch.cat(pair, dim=2) for pair in zip(self.table.materialize(), states, strict=True)]
+        old = [state[:, :, : groups * self.group_length] for state in tail]
+        encoded = [codec.encode(state) for codec, state in zip(self.codecs, old, strict=True)]
+        self.coded.append([plane for planes in encoded for plane in planes])
+        self.table.restart(self._coded_length)
+        self.table.append([state[:, :, groups * self.group_length :] for state in tail])
+
+    def _decode(self, first: int) -> list[torch.Tensor]:
+        """The tokens of the encoded groups from group `first` on."""
+        planes, decoded = [plane[:, :, first:] for plane in self.coded.materialize()], []
+        for codec, count, shape in zip(self.codecs, self._counts, self.shapes, strict=True):
+            decoded.append(codec.decode(planes[:count], shape))
+            planes = planes[count:]
+        return decoded
+
+    def read(self, begin: int | None = None) -> list[torch.Tensor]:
+        tail = self.table.materialize()
+        if self.coded.length:
+            tail = [torch.cat(pair, dim=2) for pair in zip(self._decode(0), tail, strict=True)]
+        return tail if not begin else [state[:, :, begin:] for state in tail]
+
+    def crop(self, count: int) -> None:
+        if self.table is None:
+            return
+        left = self.stop - count
+        if left >= self._coded_length:
+            self.table.crop(count)
+            return
+        # Part of a group stays: it goes back to the tail as it was read, decoded.
+        groups, rest = divmod(left, self.group_length)
+        kept = [state[:, :, :rest] for state in self._decode(groups)]
+        self.coded.crop(self.coded.stop - groups)
+        self.table.restart(left - rest)
+        self.table.append(kept)
+
+    def fork(self) -> "CodedStream":
+        forked = super().fork()
+        forked.coded = None if self.coded is None else self.coded.fork()
+        return forked
+
+    def to(self, device: torch.device, context: LayerContext) -> None:
+        super().to(device, context)
+        if self.coded is not None:
+            self.coded = self.coded.to(context.pool(device))
+
+    def state(self) -> LayerState:
+        state = LayerState()
+        if self.table is not None:
+            state.put("tail", table_state(self.table))
+            state.put("coded", table_state(self.coded))
+        return state
+
+    def load_state(self, state: LayerState, device: torch.device) -> None:
+        super().load_state(state.part("tail"), device)
+        if self.table is not None:
+            load_table(self.coded, state.part("coded"))
+
+    def reset(self) -> None:
+        super().reset()
+        self.coded = None
