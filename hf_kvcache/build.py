@@ -19,7 +19,7 @@ from .eviction_plan import EvictionPlan
 from .entries_layer import EntriesLayer
 from .indexed_layer import IndexedBlockLayer, IndexedDecodedLayer, IndexedLayer
 from .layer import LayerContext
-from .model_layers import attention_modules, passes_straight_through
+from .model_layers import attention_modules, index_dim, passes_straight_through
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
 from .reading_layer import ReadingLayer
@@ -38,6 +38,10 @@ _INDEXED = ("indexed_attention", "minimax_m3_sparse")
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _STATES = ("linear_attention", "conv")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
+_IS_NATIVE = (
+    "{0} cannot serve layer {1}: it is of type {2!r}, where the model itself decides what it keeps or reads, by keys of "
+    "all tokens. Use cache 'blocks', or an encoding such as 'int8'."
+)
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 
 
@@ -79,16 +83,21 @@ class _Builder:
         self.recipe = recipe
         self.options = recipe.options
         self.retention = recipe.fills("retention")
-        types = compat.layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        self.layer_types, self.layer_kwargs = types
+        self.config = model.config.get_text_config(decoder=True)
+        self.layer_types, self.layer_kwargs = compat.layer_types_and_kwargs(self.config)
         self.full = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL]
         self._check_changes_something()
         self.windowed = self._windowed_layers()
-        self.encoding = Encoding(model, recipe, self.full) if recipe.fills("encoding") else None
+        encoded = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL + _INDEXED + _COMPRESSED]
+        self.encoding = Encoding(model, recipe, encoded) if recipe.fills("encoding") else None
 
     def _check_changes_something(self) -> None:
+        names = [t.name for t in self.recipe.techniques if t.role not in ("storage", "encoding")]
+        native = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _INDEXED + _COMPRESSED]
+        if names and native and not self.options.get("layers"):
+            raise NotImplementedError(_IS_NATIVE.format(names[0], native[0], self.layer_types[native[0]]))
         names = [t.name for t in self.recipe.techniques if t.role != "storage"]
-        if names and not self.full:
+        if names and not self.full and not native:
             raise NotImplementedError(
                 f"{names[0]} works on full-attention layers, and {type(self.model).__name__} has none here (its layers "
                 f"are of type {', '.join(sorted(set(self.layer_types)))}): use cache 'blocks'."
@@ -138,16 +147,32 @@ class _Builder:
         return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
 
     def _build_indexed(self, context: LayerContext) -> IndexedLayer:
-        """A layer whose model chooses the tokens it attends to: it masks all of them, so it must get all of them."""
+        # The model masks all tokens by its choice, so it must get all of them.
         context = replace(context, takes_over=False)
-        return IndexedBlockLayer(context, index=Stream(context))
+        if self.encoding is None:
+            return IndexedBlockLayer(context, index=Stream(context))
+        self.encoding.check_native(context.layer_idx, context.layer_type)
+        index = self.encoding.stream(
+            context, dim=index_dim(self.config), residual_length=self.options["residual_length"]
+        )
+        return IndexedDecodedLayer(context, index=index, **self.encoding.decoded(context))
 
     def _build_compressed(self, context: LayerContext, config: Any) -> EntriesLayer:
+        dims = {"compressor": config.head_dim, "indexer": config.index_head_dim}
+        if self.encoding is not None:
+            self.encoding.check_native(context.layer_idx, context.layer_type)
+
+        def make_stream(name: str) -> Stream:
+            # An entry is old when it is made: its tokens are in the window besides.
+            return (
+                self.encoding.stream(context, dim=dims[name], residual_length=0) if self.encoding else Stream(context)
+            )
+
         return EntriesLayer(
             context,
             sliding_window=config.sliding_window,
             rate=config.compress_rates[context.layer_type],
-            make_stream=lambda name: Stream(context),
+            make_stream=make_stream,
         )
 
     def _build_full(self, attention: nn.Module, context: LayerContext) -> Any:

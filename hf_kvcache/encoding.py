@@ -13,12 +13,22 @@ from .codecs.rotated import RotatedValueCodec
 from .codecs.transform import TransformKeyCodec
 from .coded_layer import CodedLayer
 from .coded_window import CodedWindowLayer
+from .decoded_layer import DecodedLayer
 from .layer import LayerContext
 from .registry import Recipe
 from .rotary import find_rotary
+from .streams import CodedStream
 
 _CANNOT_TURN = (
     "transform cannot turn this model's keys: {reason}. Use cache 'turboquant', which codes them as they are."
+)
+_CANNOT_MEASURE = (
+    "{given} measures full-attention layers, and layer {layer} is of type {layer_type!r}: use 'int8', 'fp8' or "
+    "'turboquant' with fixed bits."
+)
+_MORE_THAN_KEYS = (
+    "{name} cannot serve layer {0}: its indexer stores {1} numbers a token, which are more than its keys of {2} and "
+    "would not come back right. Use cache 'blocks'."
 )
 
 
@@ -28,7 +38,7 @@ class Encoding:
     Args:
         model: whose cache is built.
         recipe: with a technique that fills the role "encoding".
-        layers: indices of the full-attention layers.
+        layers: indices of the layers with tokens to encode.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: list[int]):
@@ -39,7 +49,7 @@ class Encoding:
         self.bits = recipe.options.get("bits")
         if isinstance(self.bits, (list, tuple)) and len(self.bits) != len(layers):
             raise ValueError(
-                f"bits has {len(self.bits)} entries and this model has {len(layers)} full-attention layers ({layers}): "
+                f"bits has {len(self.bits)} entries and this model has {len(layers)} layers to encode ({layers}): "
                 "give one for each of them."
             )
 
@@ -71,6 +81,8 @@ class Encoding:
             ValueError: if the options or the calibration do not fit the model.
             NotImplementedError: if this attention cannot be served.
         """
+        if not context.takes_over and not is_windowed and self.name != "transform":
+            return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
         if self.name == "transform":
@@ -83,6 +95,42 @@ class Encoding:
         if is_windowed:
             return CodedWindowLayer(context, sliding_window=self.options["sliding_window"], **arguments)
         return CodedLayer(context, **arguments)
+
+    def decoded(self, context: LayerContext) -> dict[str, Any]:
+        """The arguments of a `DecodedLayer`."""
+        sizes = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
+        return sizes | {"make_codecs": functools.partial(self._codecs_of_dims, context.layer_idx)}
+
+    def stream(self, context: LayerContext, *, dim: int, residual_length: int) -> CodedStream:
+        """What encodes vectors of `dim` elements, as values are encoded: indexer keys and summaries.
+
+        Raises (at the first update):
+            NotImplementedError: if vectors of another dimension come, which are more than that.
+        """
+
+        def make_codecs(given: int) -> tuple[Codec]:
+            if given != dim:
+                raise NotImplementedError(_MORE_THAN_KEYS.format(context.layer_idx, given, dim, name=self.name))
+            return self._codecs_of_dims(context.layer_idx, dim, dim)[1:]
+
+        return CodedStream(context, make_codecs=make_codecs, residual_length=residual_length)
+
+    def check_native(self, layer: int, layer_type: str) -> None:
+        """Refuse what cannot be found out for a layer whose model compresses or chooses by itself.
+
+        Raises:
+            NotImplementedError: for calibrated codecs and measured bits.
+        """
+        if self.name == "transform" or self.bits == "auto":
+            given = "transform" if self.name == "transform" else "bits='auto'"
+            raise NotImplementedError(_CANNOT_MEASURE.format(given=given, layer=layer, layer_type=layer_type))
+
+    def _codecs_of_dims(self, layer: int, key_dim: int, value_dim: int) -> tuple[Codec, Codec]:
+        """Codecs of keys and values that have other dimensions than the heads of the attention."""
+        key, value = self._codecs(layer, key_dim)[0], self._codecs(layer, value_dim)[1]
+        if isinstance(key, HeadwiseCodec) or isinstance(value, HeadwiseCodec):
+            raise ValueError(f"bits of layer {layer} has a width for each head: give one for keys and one for values.")
+        return key, value
 
     def _codecs(self, layer: int, head_dim: int) -> Sequence[Codec]:
         if self.bits is None:

@@ -11,6 +11,7 @@ Source: `DeepseekV4HCACache` and `DeepseekV4CSACache` in transformers.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,7 +33,10 @@ class Compressor:
 
     def __init__(self, context: LayerContext, *, rate: int, entries: Stream):
         self.rate = rate
-        self.entries, self.tokens, self.windows = entries, Stream(context), Stream(context)
+        self.entries = entries
+        # Few are held at a time: small blocks.
+        self.tokens = Stream(replace(context, block_size=min(rate, context.block_size)))
+        self.windows = Stream(replace(context, block_size=1))
 
     @property
     def streams(self) -> dict[str, Stream]:
@@ -85,9 +89,7 @@ class EntriesLayer(SlidingBlockLayer):
 
     grows = True
 
-    def __init__(
-        self, context: LayerContext, *, sliding_window: int, rate: int, make_stream: Callable[[str], Stream]
-    ):
+    def __init__(self, context: LayerContext, *, sliding_window: int, rate: int, make_stream: Callable[[str], Stream]):
         super().__init__(context, sliding_window=sliding_window)
         self.rate = rate
         self.compressors = {

@@ -66,7 +66,9 @@ class IndexedLayer(KVLayer):
     @property
     def read_bytes(self) -> int:
         """What the last attention read: the indexer scores every key it has."""
-        return self._read_bytes + sum(state.nbytes for state in self.index.read()) if self.index.stop else self._read_bytes
+        return (
+            self._read_bytes + sum(state.nbytes for state in self.index.read()) if self.index.stop else self._read_bytes
+        )
 
     @read_bytes.setter
     def read_bytes(self, size: int) -> None:

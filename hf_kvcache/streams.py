@@ -1,7 +1,9 @@
 """What a model stores of its tokens beside keys and values (indexer keys, summaries): in blocks, exact or encoded."""
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -118,7 +120,7 @@ class Stream:
 
     def to(self, device: torch.device, context: LayerContext) -> None:
         """Move to `device`, to a pool of `context`."""
-        self.context = context
+        self.context = replace(self.context, pools=context.pools)
         if self.table is not None:
             self.table = self.table.to(context.pool(device))
 
@@ -143,17 +145,15 @@ class CodedStream(Stream):
 
     Args:
         context: of the layer it belongs to.
-        codecs: one for each tensor, with groups of the same length.
+        make_codecs: from the last dimension of each tensor to its codec, of which all groups have the same length.
         residual_length: newest tokens that stay exact, with those that fill no group yet. At least 0.
     """
 
-    def __init__(self, context: LayerContext, *, codecs: Sequence[Codec], residual_length: int):
+    def __init__(self, context: LayerContext, *, make_codecs: Callable[..., Sequence[Codec]], residual_length: int):
         super().__init__(context)
-        self.codecs = tuple(codecs)
-        self.group_length = codecs[0].group_length
+        self.make_codecs = make_codecs
         self.residual_length = residual_length
         self.coded: BlockTable | None = None
-        self.shapes: tuple[Shape, ...] = ()
 
     @property
     def start(self) -> int:
@@ -172,11 +172,15 @@ class CodedStream(Stream):
         return self.coded.stop * self.group_length
 
     def _make(self, states: Sequence[torch.Tensor]) -> None:
+        # Before anything is made: it raises where an encoding does not fit.
+        self.codecs = tuple(self.make_codecs(*(state.shape[-1] for state in states)))
         super()._make(states)
+        self.group_length = self.codecs[0].group_length
         self.shapes = tuple(Shape(s.shape[1], s.shape[-1], s.dtype) for s in states)
         planes = [codec.planes(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
         self._counts = [len(of_codec) for of_codec in planes]
-        arena = Arena(self.context.pool(states[0].device), tuple(p for of_codec in planes for p in of_codec), block_size=1)
+        # One slot of this arena is one group of tokens.
+        arena = Arena(self.context.pool(states[0].device), tuple(itertools.chain(*planes)), block_size=1)
         self.coded = BlockTable(arena, states[0].shape[0])
 
     def _store(self, states: list[torch.Tensor]) -> None:
