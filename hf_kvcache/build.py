@@ -16,10 +16,9 @@ from .compression import retrieval_scores
 from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
-from .entries_layer import EntriesLayer
-from .indexed_layer import IndexedBlockLayer, IndexedDecodedLayer, IndexedLayer
 from .layer import LayerContext
-from .model_layers import attention_modules, index_dim, passes_straight_through
+from .model_layers import attention_modules, passes_straight_through
+from .native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
 from .reading_layer import ReadingLayer
@@ -29,19 +28,12 @@ from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
 from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
-from .streams import Stream
 from .summary_layer import SummaryLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-_INDEXED = ("indexed_attention", "minimax_m3_sparse")
-_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 _STATES = ("linear_attention", "conv")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
-_IS_NATIVE = (
-    "{0} cannot serve layer {1}: it is of type {2!r}, where the model itself decides what it keeps or reads, by keys of "
-    "all tokens. Use cache 'blocks', or an encoding such as 'int8'."
-)
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 
 
@@ -88,16 +80,14 @@ class _Builder:
         self.full = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL]
         self._check_changes_something()
         self.windowed = self._windowed_layers()
-        encoded = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL + _INDEXED + _COMPRESSED]
+        encoded = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL or layer_type in ENCODABLE]
         self.encoding = Encoding(model, recipe, encoded) if recipe.fills("encoding") else None
 
     def _check_changes_something(self) -> None:
-        names = [t.name for t in self.recipe.techniques if t.role not in ("storage", "encoding")]
-        native = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _INDEXED + _COMPRESSED]
-        if names and native and not self.options.get("layers"):
-            raise NotImplementedError(_IS_NATIVE.format(names[0], native[0], self.layer_types[native[0]]))
+        if not self.options.get("layers"):
+            check_native_allows(self.recipe, self.layer_types)
         names = [t.name for t in self.recipe.techniques if t.role != "storage"]
-        if names and not self.full and not native:
+        if names and not self.full and not ENCODABLE.intersection(self.layer_types):
             raise NotImplementedError(
                 f"{names[0]} works on full-attention layers, and {type(self.model).__name__} has none here (its layers "
                 f"are of type {', '.join(sorted(set(self.layer_types)))}): use cache 'blocks'."
@@ -135,45 +125,14 @@ class _Builder:
             layer = SlidingBlockLayer(context, sliding_window=kwargs["sliding_window"])
         elif layer_type in _FULL:
             layer = self._build_full(attention, context)
-        elif layer_type in _INDEXED:
-            layer = self._build_indexed(context)
-        elif layer_type in _COMPRESSED:
-            layer = self._build_compressed(context, kwargs["config"])
+        elif layer_type in NATIVE:
+            layer = build_native(context, kwargs, self.config, self.encoding)
         else:
             raise NotImplementedError(
                 f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "
                 "transformers' own cache for this model (leave cache_implementation out)."
             )
         return HybridLayer(layer, **states) if layer_type.startswith("hybrid") else layer
-
-    def _build_indexed(self, context: LayerContext) -> IndexedLayer:
-        # The model masks all tokens by its choice, so it must get all of them.
-        context = replace(context, takes_over=False)
-        if self.encoding is None:
-            return IndexedBlockLayer(context, index=Stream(context))
-        self.encoding.check_native(context.layer_idx, context.layer_type)
-        index = self.encoding.stream(
-            context, dim=index_dim(self.config), residual_length=self.options["residual_length"]
-        )
-        return IndexedDecodedLayer(context, index=index, **self.encoding.decoded(context))
-
-    def _build_compressed(self, context: LayerContext, config: Any) -> EntriesLayer:
-        dims = {"compressor": config.head_dim, "indexer": config.index_head_dim}
-        if self.encoding is not None:
-            self.encoding.check_native(context.layer_idx, context.layer_type)
-
-        def make_stream(name: str) -> Stream:
-            # An entry is old when it is made: its tokens are in the window besides.
-            return (
-                self.encoding.stream(context, dim=dims[name], residual_length=0) if self.encoding else Stream(context)
-            )
-
-        return EntriesLayer(
-            context,
-            sliding_window=config.sliding_window,
-            rate=config.compress_rates[context.layer_type],
-            make_stream=make_stream,
-        )
 
     def _build_full(self, attention: nn.Module, context: LayerContext) -> Any:
         """The layer of full attention that the techniques stand for."""

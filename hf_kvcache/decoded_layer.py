@@ -1,16 +1,17 @@
 """Encoded tokens for models that change what their cache returns (technique 8): decoded as a whole for each step.
 
-Multi-head latent attention expands a latent to keys and values, Gemma-3n lends its keys to later layers, an indexer masks
-by what it has read: their caches cannot attend in the model's place. So old tokens are stored in a codec's few bits, as
-in `CodedLayer`, and a step decodes all of one layer. That costs time, and the memory of one layer while it is read.
+Multi-head latent attention expands a latent to keys and values, Gemma-3n lends its keys to later layers, an indexer
+masks by what it has read: their caches cannot attend in the model's place. So old tokens are stored in a codec's few
+bits, as in `CodedLayer`, and a step decodes all of one layer. That costs time, and the memory of one layer while it is
+read.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from .coded_layer import CodedLayer
 from .codecs.base import Codec
+from .coded_layer import CodedLayer
 from .layer import LayerContext
 
 

@@ -12,12 +12,12 @@ from .codecs.headwise import HeadwiseCodec
 from .codecs.rotated import RotatedValueCodec
 from .codecs.transform import TransformKeyCodec
 from .coded_layer import CodedLayer
+from .coded_stream import CodedStream
 from .coded_window import CodedWindowLayer
 from .decoded_layer import DecodedLayer
 from .layer import LayerContext
 from .registry import Recipe
 from .rotary import find_rotary
-from .streams import CodedStream
 
 _CANNOT_TURN = (
     "transform cannot turn this model's keys: {reason}. Use cache 'turboquant', which codes them as they are."

@@ -1,9 +1,9 @@
 """Layers of models that compress their own past (technique 6, native): DeepSeek-V4's two kinds.
 
-`heavily_compressed_attention` makes one entry of every 128 tokens, `compressed_sparse_attention` one of every 4, of which
-an indexer chooses the best; both attend to entries beside a window of exact tokens. The model compresses, chooses and
-masks. The cache stores in blocks: the window, once, since it is key and value; the entries; the projections of tokens
-that no entry stands for yet; and what one entry leaves to the next.
+`heavily_compressed_attention` makes one entry of every 128 tokens, `compressed_sparse_attention` one of every 4, of
+which an indexer chooses the best; both attend to entries beside a window of exact tokens. The model compresses, chooses
+and masks. The cache stores in blocks: the window, once, since it is key and value; the entries; the projections of
+tokens that no entry stands for yet; and what one entry leaves to the next.
 
 Exact, or with entries in a codec's few bits. Differs from transformers' layers: the projections of one entry more are
 kept, so that the newest token can always be taken back, and all of them while the past is recorded.
@@ -19,7 +19,7 @@ import torch
 from .layer import LayerContext
 from .layer_state import LayerState
 from .sliding_layer import SlidingBlockLayer
-from .streams import Stream
+from .stream import Stream
 
 
 class Compressor:

@@ -16,7 +16,7 @@ from .block_layer import BlockLayer
 from .decoded_layer import DecodedLayer
 from .layer import KVLayer, LayerContext
 from .layer_state import LayerState
-from .streams import Stream
+from .stream import Stream
 
 
 class IndexedLayer(KVLayer):

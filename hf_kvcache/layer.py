@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .blocks import Arena, BlockPool, BlockTable, load_table, table_state
 from .blocks.arena import Plane
+from .layer_sizes import LayerSizes
 from .layer_state import LayerState
 
 
@@ -36,7 +37,7 @@ class LayerContext:
         return self.pools[device]
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(LayerSizes, CacheLayerMixin):
     """Storage of one attention layer. Everything `generate()` calls on a layer is here or raises with the reason.
 
     Subclasses store in `update`, say what they return in `get_mask_sizes`, and set `read_bytes` to what the last
@@ -91,34 +92,6 @@ class KVLayer(CacheLayerMixin):
         return 0 if self.table is None else self.table.length
 
     @property
-    def values_per_token(self) -> int:
-        """Key and value elements that the model computes for one token of one sequence in this layer."""
-        return sum(plane.num_heads * plane.dim for plane in self.table.arena.specs)
-
-    @property
-    def marginal_bits(self) -> float:
-        """Bits that one element of an old token takes, all overhead included."""
-        return 8 * self.table.arena.block_bytes / (self.context.block_size * self.values_per_token)
-
-    @property
-    def num_values(self) -> int:
-        """Elements held now, of all rows, in whatever form."""
-        return 0 if self.table is None else self.batch_size * self.values_per_token * self.stored_length
-
-    @property
-    def dynamic_bytes(self) -> int:
-        """What transformers' own layer would hold for the tokens that this one has seen."""
-        if self.table is None:
-            return 0
-        arena = self.table.arena
-        return self.batch_size * self.num_dynamic_tokens * (arena.block_bytes // arena.block_size)
-
-    @property
-    def num_dynamic_tokens(self) -> int:
-        """Of how many tokens it would hold keys and values."""
-        return self.seen
-
-    @property
     def tables(self) -> list[BlockTable]:
         """All block tables of this layer, for the report and to give memory back."""
         return [] if self.table is None else [self.table]
@@ -131,6 +104,10 @@ class KVLayer(CacheLayerMixin):
     @property
     def values(self) -> torch.Tensor | None:
         return None if self.table is None else self.table.materialize()[-1]
+
+    def comparable_keys(self) -> tuple[int, torch.Tensor]:
+        """A slot, and the keys `[B, Hkv, n, D]` from it on that are stored exactly: what tells two texts apart."""
+        return self.table.start, self.table.materialize()[0]
 
     def get_seq_length(self) -> int:
         return self.seen

@@ -4,7 +4,6 @@ import ast
 import functools
 import inspect
 import textwrap
-from typing import Any
 
 from torch import nn
 
@@ -62,8 +61,3 @@ def passes_straight_through(cls: type) -> bool:
 
 def _name(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
-
-
-def index_dim(config: Any) -> int:
-    """The dimension of the keys by which a model's indexer chooses tokens."""
-    return getattr(config, "index_head_dim", None) or config.indexer_head_dim
