@@ -17,7 +17,7 @@ from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
 from .layer import LayerContext
-from .model_layers import attention_modules, passes_straight_through
+from .model_layers import attention_modules, passes_straight_through, reshapes_keys
 from .native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
@@ -84,8 +84,7 @@ class _Builder:
         self.encoding = Encoding(model, recipe, encoded) if recipe.fills("encoding") else None
 
     def _check_changes_something(self) -> None:
-        if not self.options.get("layers"):
-            check_native_allows(self.recipe, self.layer_types)
+        check_native_allows(self.recipe, self.layer_types)
         names = [t.name for t in self.recipe.techniques if t.role != "storage"]
         if names and not self.full and not ENCODABLE.intersection(self.layer_types):
             raise NotImplementedError(
@@ -110,6 +109,7 @@ class _Builder:
                 max_bytes=self.options["max_bytes"],
                 pools=pools,
                 takes_over=attention is not None and passes_straight_through(type(attention)),
+                needs_packed=attention is not None and reshapes_keys(type(attention)),
             )
             layers.append(self._build(attention, context, kwargs))
         return layers

@@ -45,6 +45,11 @@ class KVCache(Cache):
         """Tokens a sequence that went in, those no longer stored included."""
         return max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "seen")), default=0)
 
+    @property
+    def holds_anything(self) -> bool:
+        """Whether a model has put tokens or states into this cache."""
+        return any(hasattr(layer, "batch_size") for layer in self._storing_layers)
+
     def report(self) -> MemoryReport:
         """What this cache holds now, measured from its live tensors."""
         return build_report(self)

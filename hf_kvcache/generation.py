@@ -89,7 +89,13 @@ def prefill(original: Callable) -> Callable:
                     "upgrade to transformers 5.24, or leave prefill_chunk_size out."
                 )
         with cache.prompt(input_ids, _prompt_length(cache, input_ids, generation_config, model_kwargs)):
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if not cache.holds_anything:
+            raise NotImplementedError(
+                f"{type(self).__name__} put nothing into the {cache.recipe.name!r} cache that it was given: it runs the "
+                "whole text at every step. Leave cache_implementation out."
+            )
+        return outputs
 
     return _prefill
 

@@ -20,7 +20,7 @@ class LayerContext:
     """What a layer is built from: where its blocks come from, and what its model does with them.
 
     `takes_over` says whether the model hands what `update` returns unchanged to its attention function, so that the
-    layer may return less and attend itself.
+    layer may return less and attend itself; `needs_packed` whether the model takes nothing but contiguous tensors.
     """
 
     layer_idx: int
@@ -29,6 +29,7 @@ class LayerContext:
     pools: dict[torch.device, BlockPool] = field(default_factory=dict)
     max_bytes: int | None = None
     takes_over: bool = False
+    needs_packed: bool = False
 
     def pool(self, device: torch.device) -> BlockPool:
         """The pool of `device`, shared by all layers there."""
