@@ -23,8 +23,8 @@ _CANNOT_TURN = (
     "transform cannot turn this model's keys: {reason}. Use cache 'turboquant', which codes them as they are."
 )
 _CANNOT_MEASURE = (
-    "{given} measures full-attention layers, and layer {layer} is of type {layer_type!r}: use 'int8', 'fp8' or "
-    "'turboquant' with fixed bits."
+    "{given} looks at keys and queries, which layer {layer} of type {layer_type!r} does not show to its cache: use "
+    "'int8', 'fp8' or 'turboquant' with fixed bits."
 )
 _MORE_THAN_KEYS = (
     "{name} cannot serve layer {0}: its indexer stores {1} numbers a token, which are more than its keys of {2} and "
@@ -82,6 +82,7 @@ class Encoding:
             NotImplementedError: if this attention cannot be served.
         """
         if not context.takes_over and not is_windowed and self.name != "transform":
+            self.check_measurable(context)
             return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
@@ -115,15 +116,17 @@ class Encoding:
 
         return CodedStream(context, make_codecs=make_codecs, residual_length=residual_length)
 
-    def check_native(self, layer: int, layer_type: str) -> None:
-        """Refuse what cannot be found out for a layer whose model compresses or chooses by itself.
+    def check_measurable(self, context: LayerContext) -> None:
+        """Refuse what has to be measured on a layer that returns all keys, and lets its model attend.
 
         Raises:
             NotImplementedError: for calibrated codecs and measured bits.
         """
         if self.name == "transform" or self.bits == "auto":
             given = "transform" if self.name == "transform" else "bits='auto'"
-            raise NotImplementedError(_CANNOT_MEASURE.format(given=given, layer=layer, layer_type=layer_type))
+            raise NotImplementedError(
+                _CANNOT_MEASURE.format(given=given, layer=context.layer_idx, layer_type=context.layer_type)
+            )
 
     def _codecs_of_dims(self, layer: int, key_dim: int, value_dim: int) -> tuple[Codec, Codec]:
         """Codecs of keys and values that have other dimensions than the heads of the attention."""

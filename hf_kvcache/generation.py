@@ -93,8 +93,8 @@ def prefill(original: Callable) -> Callable:
             outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if not cache.holds_anything:
             raise NotImplementedError(
-                f"{type(self).__name__} put nothing into cache {cache.recipe.name!r}: it takes none, and runs the whole "
-                "text at every step. Leave cache_implementation out."
+                f"{type(self).__name__} put nothing into cache {cache.recipe.name!r}: it takes none, and runs the "
+                "whole text at every step. Leave cache_implementation out."
             )
         return outputs
 

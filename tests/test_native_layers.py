@@ -330,10 +330,15 @@ def test_a_second_choice_of_tokens_is_refused(name, technique, tiny_model):
 
 def test_what_cannot_be_found_out_for_these_layers_is_refused(tiny_model, make_ids, run):
     model = tiny_model("deepseek_v32")
-    with pytest.raises(NotImplementedError, match=r"transform measures full-attention layers, and layer 0 is of type"):
+    with pytest.raises(
+        NotImplementedError, match=r"transform looks at keys and queries, which layer 0 of type 'indexed"
+    ):
         make_cache(model, "transform")
-    with pytest.raises(NotImplementedError, match=r"bits='auto' measures full-attention layers"):
-        make_cache(model, "int4", bits="auto", bits_per_value=4.0, **CODED)
+    for measured in (model, tiny_model("deepseek_v3")):
+        with pytest.raises(
+            NotImplementedError, match=r"bits='auto' looks at keys and queries.*'turboquant' with fixed"
+        ):
+            make_cache(measured, "int4", bits="auto", bits_per_value=4.0, **CODED)
     with pytest.raises(ValueError, match=r"bits of layer 0 has a width for each head"):
         run(model, make_cache(model, "int4", bits=[[[4, 2, 4, 4], 4], [4, 4]], **CODED), make_ids(1, 20))
     mixed = make_cache(model, "int4", bits=[[8, 4], [4, 2]], **CODED)
