@@ -32,7 +32,8 @@ from .summary_layer import SummaryLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-_STATES = ("linear_attention", "conv")
+# Before 5.23 transformers gives layers without attention a state that stays empty.
+_STATES = ("linear_attention", "conv", "moe", "mlp")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from . import compat
 from .compression import evicting_layers, reconstruct_and_evict
+from .indexed_layer import IndexedLayer
 from .layer import KVLayer
 from .registry import Recipe
 from .report import MemoryReport, build_report
@@ -49,6 +50,16 @@ class KVCache(Cache):
     def holds_anything(self) -> bool:
         """Whether a model has put tokens or states into this cache."""
         return any(hasattr(layer, "batch_size") for layer in self._storing_layers)
+
+    @property
+    def position_ids(self) -> torch.Tensor | None:
+        """Positions of indexer keys, `[dims, B, T]`: before 5.23 models keep them on the cache, later on a layer."""
+        layer = next((layer for layer in self.layers if isinstance(layer, IndexedLayer)), None)
+        return None if layer is None else layer.indexer_position_ids
+
+    @position_ids.setter
+    def position_ids(self, position_ids: torch.Tensor) -> None:
+        next(layer for layer in self.layers if isinstance(layer, IndexedLayer)).indexer_position_ids = position_ids
 
     def report(self) -> MemoryReport:
         """What this cache holds now, measured from its live tensors."""

@@ -15,6 +15,7 @@ from .coded_layer import CodedLayer
 from .coded_stream import CodedStream
 from .coded_window import CodedWindowLayer
 from .decoded_layer import DecodedLayer
+from .late_codecs import LateCodecs
 from .layer import LayerContext
 from .registry import Recipe
 from .rotary import find_rotary
@@ -25,10 +26,6 @@ _CANNOT_TURN = (
 _CANNOT_MEASURE = (
     "{given} looks at keys and queries, which layer {layer} of type {layer_type!r} does not show to its cache: use "
     "'int8', 'fp8' or 'turboquant' with fixed bits."
-)
-_MORE_THAN_KEYS = (
-    "{name} cannot serve layer {0}: its indexer stores {1} numbers a token, which are more than its keys of {2} and "
-    "would not come back right. Use cache 'blocks'."
 )
 
 
@@ -82,7 +79,6 @@ class Encoding:
             NotImplementedError: if this attention cannot be served.
         """
         if not context.takes_over and not is_windowed and self.name != "transform":
-            self.check_measurable(context)
             return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
@@ -98,25 +94,26 @@ class Encoding:
         return CodedLayer(context, **arguments)
 
     def decoded(self, context: LayerContext) -> dict[str, Any]:
-        """The arguments of a `DecodedLayer`."""
+        """The arguments of a `DecodedLayer`.
+
+        Raises:
+            ValueError: if the options have a width for each head.
+            NotImplementedError: if something has to be measured first.
+        """
+        self._check_measurable(context)
         sizes = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
-        return sizes | {"make_codecs": functools.partial(self._codecs_of_dims, context.layer_idx)}
+        return sizes | {"make_codecs": self._late(context)}
 
     def stream(self, context: LayerContext, *, dim: int, residual_length: int) -> CodedStream:
-        """What encodes vectors of `dim` elements, as values are encoded: indexer keys and summaries.
+        """What encodes vectors of `dim` elements as values are encoded: indexer keys, entries. Raises as `decoded`."""
+        self._check_measurable(context)
+        return CodedStream(context, make_codecs=self._late(context, only_dim=dim), residual_length=residual_length)
 
-        Raises (at the first update):
-            NotImplementedError: if vectors of another dimension come, which are more than that.
-        """
+    def _late(self, context: LayerContext, only_dim: int | None = None) -> LateCodecs:
+        widths = None if self.bits is None else self._widths(context.layer_idx)
+        return LateCodecs(self.name, self.options, layer=context.layer_idx, widths=widths, only_dim=only_dim)
 
-        def make_codecs(given: int) -> tuple[Codec]:
-            if given != dim:
-                raise NotImplementedError(_MORE_THAN_KEYS.format(context.layer_idx, given, dim, name=self.name))
-            return self._codecs_of_dims(context.layer_idx, dim, dim)[1:]
-
-        return CodedStream(context, make_codecs=make_codecs, residual_length=residual_length)
-
-    def check_measurable(self, context: LayerContext) -> None:
+    def _check_measurable(self, context: LayerContext) -> None:
         """Refuse what has to be measured on a layer that returns all keys, and lets its model attend.
 
         Raises:
@@ -128,13 +125,6 @@ class Encoding:
                 _CANNOT_MEASURE.format(given=given, layer=context.layer_idx, layer_type=context.layer_type)
             )
 
-    def _codecs_of_dims(self, layer: int, key_dim: int, value_dim: int) -> tuple[Codec, Codec]:
-        """Codecs of keys and values that have other dimensions than the heads of the attention."""
-        key, value = self._codecs(layer, key_dim)[0], self._codecs(layer, value_dim)[1]
-        if isinstance(key, HeadwiseCodec) or isinstance(value, HeadwiseCodec):
-            raise ValueError(f"bits of layer {layer} has a width for each head: give one for keys and one for values.")
-        return key, value
-
     def _codecs(self, layer: int, head_dim: int) -> Sequence[Codec]:
         if self.bits is None:
             return build_codecs(self.name, self.options, head_dim)
@@ -142,9 +132,12 @@ class Encoding:
             from .calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
+        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(self._widths(layer))]
+
+    def _widths(self, layer: int) -> Sequence[int | Sequence[int]]:
+        """Bits of the keys and of the values of a layer."""
         entry = self.bits[self.layers.index(layer)]
-        widths = (entry, entry) if isinstance(entry, int) else entry
-        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(widths)]
+        return (entry, entry) if isinstance(entry, int) else entry
 
     def _codec(self, kind: int, width: int | Sequence[int], layer: int, head_dim: int) -> Codec:
         """The codec of the keys (`kind` 0) or values (1) of a layer, whose heads may have widths of their own."""

@@ -52,10 +52,9 @@ class Compressor:
         return [state[:, :, :usable] for state in pending]
 
     def can_crop(self, count: int) -> bool:
-        entries, rest = divmod(self.tokens.stop - count, self.rate)
-        if entries and self.windows.stop and self.windows.start > entries - 1:
-            return False
-        return entries * self.rate + rest >= 0 and self.tokens.start <= entries * self.rate
+        entries = (self.tokens.stop - count) // self.rate
+        has_window = not entries or not self.windows.stop or self.windows.start < entries
+        return has_window and self.tokens.start <= entries * self.rate
 
     def crop(self, count: int) -> None:
         self.tokens.crop(count)
@@ -125,9 +124,9 @@ class EntriesLayer(SlidingBlockLayer):
         """
         windows, prior = self.compressors[name].windows, (None, None)
         if windows.stop:
-            prior = tuple(state[:, 0, -1].unflatten(-1, (self.rate, head_dim)) for state in windows.read())
+            # Copies: what they would be views of may move when more comes.
+            prior = tuple(state[:, 0, -1].unflatten(-1, (self.rate, head_dim)).clone() for state in windows.read())
         new = [chunk[..., :head_dim].flatten(2)[:, None] for chunk in (chunk_kv, chunk_gate)]
-        prior = tuple(None if state is None else state.clone() for state in prior)
         windows.append(new, keep=None if self.record_past else 2)
         return prior
 
@@ -137,9 +136,8 @@ class EntriesLayer(SlidingBlockLayer):
         entries = self.compressors[name].entries
         is_first = entries.stop == 0
         entries.append([compressed[:, None]])
-        every = compressed if is_first else entries.read()[0][:, 0]
-        self.read_bytes += every.nbytes
-        return every
+        self.read_bytes += entries.held_bytes
+        return compressed if is_first else entries.read()[0][:, 0]
 
     # --- report
 

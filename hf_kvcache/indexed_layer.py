@@ -65,10 +65,8 @@ class IndexedLayer(KVLayer):
 
     @property
     def read_bytes(self) -> int:
-        """What the last attention read: the indexer scores every key it has."""
-        return (
-            self._read_bytes + sum(state.nbytes for state in self.index.read()) if self.index.stop else self._read_bytes
-        )
+        """What the last attention read: the indexer scores every key that it has."""
+        return self._read_bytes + self.index.held_bytes
 
     @read_bytes.setter
     def read_bytes(self, size: int) -> None:

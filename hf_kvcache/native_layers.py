@@ -46,8 +46,6 @@ def build_native(context: LayerContext, kwargs: dict, config: Any, encoding: Enc
     """
     if context.layer_type in _REFERENCE:
         return ReferenceWindowLayer(context, sliding_window=kwargs["sliding_window"])
-    if encoding is not None:
-        encoding.check_measurable(context)
     if context.layer_type in _INDEXED:
         return _build_indexed(context, config, encoding)
     return _build_compressed(context, kwargs["config"], encoding)

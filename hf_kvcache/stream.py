@@ -56,6 +56,11 @@ class Stream:
         return self.exact_bytes
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of all that is held, of all rows, as it is stored."""
+        return sum(t.num_rows * t.length * t.arena.block_bytes // t.arena.block_size for t in self.tables)
+
+    @property
     def num_values(self) -> int:
         """Elements held now, of all rows."""
         return 0 if self.table is None else self.table.num_rows * (self.stop - self.start) * self.values_per_token

@@ -1,6 +1,9 @@
 """Layers whose model compresses its past or chooses what it reads: the numbers of transformers' own cache."""
 
+import copy
+import gc
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers import DynamicCache, configuration_utils
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, build, load_cache, make_cache
 from hf_kvcache.decoded_layer import DecodedLayer
+from hf_kvcache.indexed_layer import IndexedLayer
 from hf_kvcache.native_layers import NATIVE
 from hf_kvcache.report import live_tensors
 from hf_kvcache.reuse import check_same_prompt
@@ -340,7 +344,7 @@ def test_what_cannot_be_found_out_for_these_layers_is_refused(tiny_model, make_i
         ):
             make_cache(measured, "int4", bits="auto", bits_per_value=4.0, **CODED)
     with pytest.raises(ValueError, match=r"bits of layer 0 has a width for each head"):
-        run(model, make_cache(model, "int4", bits=[[[4, 2, 4, 4], 4], [4, 4]], **CODED), make_ids(1, 20))
+        make_cache(model, "int4", bits=[[[4, 2, 4, 4], 4], [4, 4]], **CODED)
     mixed = make_cache(model, "int4", bits=[[8, 4], [4, 2]], **CODED)
     run(model, mixed, make_ids(1, 60))
     assert [codec.nbits for layer in mixed.layers for codec in (*layer.codecs, *layer.index.codecs)] == [
@@ -364,6 +368,33 @@ def test_latents_without_a_group_size_name_the_remedy(tiny_model, make_ids, run)
     with pytest.raises(ValueError, match=r"does not divide the head dimension 8: no other does; use 'fp8'"):
         run(model, make_cache(model, "int4", q_group_size=16), make_ids(1, 9))
     run(model, make_cache(model, "fp8"), make_ids(1, 9))
+
+
+def test_a_copy_copies_no_model_and_keeps_none_alive(tiny_model, make_ids, run):
+    for name in ("deepseek_v32", "deepseek_v4"):
+        model = tiny_model(name)
+        cache, alive = make_cache(model, "int8", **CODED), weakref.ref(model)
+        run(model, cache, make_ids(1, 40))
+        twin = copy.deepcopy(cache)
+        del model
+        gc.collect()
+        assert alive() is None
+        assert twin.report().to_dict() == cache.report().to_dict()
+
+
+def test_positions_of_indexer_keys_follow_their_rows(tiny_model, make_ids, run, left_pad, tmp_path):
+    model, (ids, mask) = tiny_model("qwen4_exp"), left_pad(make_ids(2, 40), [40, 21])
+    cache, expected = make_cache(model, block_size=3), (mask.cumsum(-1) - 1).clamp(min=0)
+    run(model, cache, ids[:, :30], mask[:, :30], chunks=[20, *[1] * 10])
+    cache.save(tmp_path / "cache")
+    loaded = load_cache(model, tmp_path / "cache")
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    (layer,) = (layer for layer in cache.layers if isinstance(layer, IndexedLayer))
+    assert torch.equal(layer.indexer_position_ids, expected[[1, 0, 1], :30].expand(3, -1, -1))
+    rest = run(model, loaded, ids[:, 30:], mask)[[1, 0, 1]]
+    torch.testing.assert_close(run(model, cache, ids[[1, 0, 1], 30:], mask[[1, 0, 1]]), rest)
+    whole = run(model, make_cache(model), ids, mask)[[1, 0, 1], 30:]
+    torch.testing.assert_close(rest, whole)
 
 
 def test_another_batch_is_refused_by_a_stream(tiny_model, make_ids, run):
