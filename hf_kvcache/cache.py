@@ -52,10 +52,16 @@ class KVCache(Cache):
         return any(hasattr(layer, "batch_size") for layer in self._storing_layers)
 
     @property
-    def position_ids(self) -> torch.Tensor | None:
-        """Positions of indexer keys, `[dims, B, T]`: before 5.23 models keep them on the cache, later on a layer."""
+    def position_ids(self) -> torch.Tensor:
+        """Positions of indexer keys, `[dims, B, T]`: before 5.23 models look for them here, later on a layer.
+
+        Raises:
+            AttributeError: if there are none, as a model tells by it that nothing is cached.
+        """
         layer = next((layer for layer in self.layers if isinstance(layer, IndexedLayer)), None)
-        return None if layer is None else layer.indexer_position_ids
+        if layer is None or layer.indexer_position_ids is None:
+            raise AttributeError("no layer of this cache has positions of indexer keys")
+        return layer.indexer_position_ids
 
     @position_ids.setter
     def position_ids(self, position_ids: torch.Tensor) -> None:
