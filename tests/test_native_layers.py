@@ -397,6 +397,13 @@ def test_positions_of_indexer_keys_follow_their_rows(tiny_model, make_ids, run, 
     torch.testing.assert_close(rest, whole)
 
 
+def test_layers_that_choose_always_return_everything(tiny_model, make_ids, run, monkeypatch):
+    model, ids = tiny_model("deepseek_v32"), make_ids(1, 12)
+    expected = run(model, make_cache(model), ids, chunks=[10, 1, 1])
+    monkeypatch.setattr(build, "passes_straight_through", lambda cls: True)
+    torch.testing.assert_close(run(model, make_cache(model), ids, chunks=[10, 1, 1]), expected)
+
+
 def test_another_batch_is_refused_by_a_stream(tiny_model, make_ids, run):
     model = tiny_model("deepseek_v32")
     cache = make_cache(model)
