@@ -45,7 +45,7 @@ class BlockLayer(KVLayer):
             return key_states, value_states
         keys, values = self.table.materialize()
         self.read_bytes = keys.nbytes + values.nbytes
-        return keys, values
+        return (keys.contiguous(), values.contiguous()) if self.context.needs_packed else (keys, values)
 
     def fill(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         states = self._prepare(key_states, value_states)

@@ -17,7 +17,8 @@ from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
 from .layer import LayerContext
-from .model_layers import attention_modules, passes_straight_through
+from .model_layers import attention_modules, passes_straight_through, reshapes_keys
+from .native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
 from .policies import build_policy
 from .readers import ReadBudget, build_reader
 from .reading_layer import ReadingLayer
@@ -31,7 +32,8 @@ from .summary_layer import SummaryLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
-_STATES = ("linear_attention", "conv")
+# Before 5.23 transformers gives layers without attention a state that stays empty.
+_STATES = ("linear_attention", "conv", "moe", "mlp")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 
@@ -74,16 +76,18 @@ class _Builder:
         self.recipe = recipe
         self.options = recipe.options
         self.retention = recipe.fills("retention")
-        types = compat.layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        self.layer_types, self.layer_kwargs = types
+        self.config = model.config.get_text_config(decoder=True)
+        self.layer_types, self.layer_kwargs = compat.layer_types_and_kwargs(self.config)
         self.full = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL]
         self._check_changes_something()
         self.windowed = self._windowed_layers()
-        self.encoding = Encoding(model, recipe, self.full) if recipe.fills("encoding") else None
+        encoded = [i for i, layer_type in enumerate(self.layer_types) if layer_type in _FULL or layer_type in ENCODABLE]
+        self.encoding = Encoding(model, recipe, encoded) if recipe.fills("encoding") else None
 
     def _check_changes_something(self) -> None:
+        check_native_allows(self.recipe, self.layer_types)
         names = [t.name for t in self.recipe.techniques if t.role != "storage"]
-        if names and not self.full:
+        if names and not self.full and not ENCODABLE.intersection(self.layer_types):
             raise NotImplementedError(
                 f"{names[0]} works on full-attention layers, and {type(self.model).__name__} has none here (its layers "
                 f"are of type {', '.join(sorted(set(self.layer_types)))}): use cache 'blocks'."
@@ -106,6 +110,7 @@ class _Builder:
                 max_bytes=self.options["max_bytes"],
                 pools=pools,
                 takes_over=attention is not None and passes_straight_through(type(attention)),
+                needs_packed=attention is not None and reshapes_keys(type(attention)),
             )
             layers.append(self._build(attention, context, kwargs))
         return layers
@@ -121,6 +126,8 @@ class _Builder:
             layer = SlidingBlockLayer(context, sliding_window=kwargs["sliding_window"])
         elif layer_type in _FULL:
             layer = self._build_full(attention, context)
+        elif layer_type in NATIVE:
+            layer = build_native(context, kwargs, self.config, self.encoding)
         else:
             raise NotImplementedError(
                 f"layer {context.layer_idx} is of type {layer_type!r}, which hf_kvcache does not understand: use "

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from . import compat
 from .compression import evicting_layers, reconstruct_and_evict
+from .indexed_layer import IndexedLayer
 from .layer import KVLayer
 from .registry import Recipe
 from .report import MemoryReport, build_report
@@ -44,6 +45,27 @@ class KVCache(Cache):
     def num_tokens_seen(self) -> int:
         """Tokens a sequence that went in, those no longer stored included."""
         return max((layer.get_seq_length() for layer in self.layers if hasattr(layer, "seen")), default=0)
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether a model has put tokens or states into this cache."""
+        return any(hasattr(layer, "batch_size") for layer in self._storing_layers)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions of indexer keys, `[dims, B, T]`: before 5.23 models look for them here, later on a layer.
+
+        Raises:
+            AttributeError: if there are none, as a model tells by it that nothing is cached.
+        """
+        layer = next((layer for layer in self.layers if isinstance(layer, IndexedLayer)), None)
+        if layer is None or layer.indexer_position_ids is None:
+            raise AttributeError("no layer of this cache has positions of indexer keys")
+        return layer.indexer_position_ids
+
+    @position_ids.setter
+    def position_ids(self, position_ids: torch.Tensor) -> None:
+        next(layer for layer in self.layers if isinstance(layer, IndexedLayer)).indexer_position_ids = position_ids
 
     def report(self) -> MemoryReport:
         """What this cache holds now, measured from its live tensors."""

@@ -20,7 +20,7 @@ class CodedStore(AttendingLayer):
 
     Args:
         context: where the blocks come from.
-        key_codec: encodes keys.
+        key_codec: encodes keys; None where a subclass calls `_set_codecs` at the first update.
         value_codec: encodes values, in groups of as many tokens.
         residual_length: newest tokens that stay exact. Tokens, at least 0.
         num_sink_tokens: first real tokens of each row that stay exact. Tokens, at least 0.
@@ -33,20 +33,24 @@ class CodedStore(AttendingLayer):
         self,
         context: LayerContext,
         *,
-        key_codec: Codec,
-        value_codec: Codec,
+        key_codec: Codec | None,
+        value_codec: Codec | None,
         residual_length: int,
         num_sink_tokens: int,
         rotary: Rotary | None = None,
     ):
         super().__init__(context)
-        assert key_codec.group_length == value_codec.group_length, "keys and values are encoded together"
-        self.codecs = (key_codec, value_codec)
-        self.group_length = key_codec.group_length
+        if key_codec is not None:
+            self._set_codecs(key_codec, value_codec)
         self.residual_length = residual_length
         self.num_sink_tokens = num_sink_tokens
         self.rotary = rotary
         self._clear()
+
+    def _set_codecs(self, key_codec: Codec, value_codec: Codec) -> None:
+        assert key_codec.group_length == value_codec.group_length, "keys and values are encoded together"
+        self.codecs = (key_codec, value_codec)
+        self.group_length = key_codec.group_length
 
     def _clear(self) -> None:
         self.coded: BlockTable | None = None

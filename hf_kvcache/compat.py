@@ -37,6 +37,13 @@ def layer_types_and_kwargs(config: Any) -> tuple[list[str], list[dict]]:
     return layer_types, kwargs if isinstance(kwargs, list) else [dict(kwargs) for _ in layer_types]
 
 
+@functools.cache
+def cache_argument(model_class: type) -> str:
+    """The name under which the forward of a model takes its cache: before 5.24 pure Mamba models have another one."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return "cache_params" if "cache_params" in parameters and CACHE_ARG not in parameters else CACHE_ARG
+
+
 def enable() -> contextlib.AbstractContextManager:
     """Make our cache names and cache objects work in `generate()`. Idempotent.
 

@@ -12,13 +12,20 @@ from .codecs.headwise import HeadwiseCodec
 from .codecs.rotated import RotatedValueCodec
 from .codecs.transform import TransformKeyCodec
 from .coded_layer import CodedLayer
+from .coded_stream import CodedStream
 from .coded_window import CodedWindowLayer
+from .decoded_layer import DecodedLayer
+from .late_codecs import LateCodecs
 from .layer import LayerContext
 from .registry import Recipe
 from .rotary import find_rotary
 
 _CANNOT_TURN = (
     "transform cannot turn this model's keys: {reason}. Use cache 'turboquant', which codes them as they are."
+)
+_CANNOT_MEASURE = (
+    "{given} looks at keys and queries, which layer {layer} of type {layer_type!r} does not show to its cache: use "
+    "'int8', 'fp8' or 'turboquant' with fixed bits."
 )
 
 
@@ -28,7 +35,7 @@ class Encoding:
     Args:
         model: whose cache is built.
         recipe: with a technique that fills the role "encoding".
-        layers: indices of the full-attention layers.
+        layers: indices of the layers with tokens to encode.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, layers: list[int]):
@@ -39,7 +46,7 @@ class Encoding:
         self.bits = recipe.options.get("bits")
         if isinstance(self.bits, (list, tuple)) and len(self.bits) != len(layers):
             raise ValueError(
-                f"bits has {len(self.bits)} entries and this model has {len(layers)} full-attention layers ({layers}): "
+                f"bits has {len(self.bits)} entries and this model has {len(layers)} layers to encode ({layers}): "
                 "give one for each of them."
             )
 
@@ -71,6 +78,8 @@ class Encoding:
             ValueError: if the options or the calibration do not fit the model.
             NotImplementedError: if this attention cannot be served.
         """
+        if not context.takes_over and not is_windowed and self.name != "transform":
+            return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
         if self.name == "transform":
@@ -84,6 +93,38 @@ class Encoding:
             return CodedWindowLayer(context, sliding_window=self.options["sliding_window"], **arguments)
         return CodedLayer(context, **arguments)
 
+    def decoded(self, context: LayerContext) -> dict[str, Any]:
+        """The arguments of a `DecodedLayer`.
+
+        Raises:
+            ValueError: if the options have a width for each head.
+            NotImplementedError: if something has to be measured first.
+        """
+        self._check_measurable(context)
+        sizes = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
+        return sizes | {"make_codecs": self._late(context)}
+
+    def stream(self, context: LayerContext, *, dim: int, residual_length: int) -> CodedStream:
+        """What encodes vectors of `dim` elements as values are encoded: indexer keys, entries. Raises as `decoded`."""
+        self._check_measurable(context)
+        return CodedStream(context, make_codecs=self._late(context, only_dim=dim), residual_length=residual_length)
+
+    def _late(self, context: LayerContext, only_dim: int | None = None) -> LateCodecs:
+        widths = None if self.bits is None else self._widths(context.layer_idx)
+        return LateCodecs(self.name, self.options, layer=context.layer_idx, widths=widths, only_dim=only_dim)
+
+    def _check_measurable(self, context: LayerContext) -> None:
+        """Refuse what has to be measured on a layer that returns all keys, and lets its model attend.
+
+        Raises:
+            NotImplementedError: for calibrated codecs and measured bits.
+        """
+        if self.name == "transform" or self.bits == "auto":
+            given = "transform" if self.name == "transform" else "bits='auto'"
+            raise NotImplementedError(
+                _CANNOT_MEASURE.format(given=given, layer=context.layer_idx, layer_type=context.layer_type)
+            )
+
     def _codecs(self, layer: int, head_dim: int) -> Sequence[Codec]:
         if self.bits is None:
             return build_codecs(self.name, self.options, head_dim)
@@ -91,9 +132,12 @@ class Encoding:
             from .calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
+        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(self._widths(layer))]
+
+    def _widths(self, layer: int) -> Sequence[int | Sequence[int]]:
+        """Bits of the keys and of the values of a layer."""
         entry = self.bits[self.layers.index(layer)]
-        widths = (entry, entry) if isinstance(entry, int) else entry
-        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(widths)]
+        return (entry, entry) if isinstance(entry, int) else entry
 
     def _codec(self, kind: int, width: int | Sequence[int], layer: int, head_dim: int) -> Codec:
         """The codec of the keys (`kind` 0) or values (1) of a layer, whose heads may have widths of their own."""

@@ -46,7 +46,8 @@ def prepare_cache(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        cache = model_kwargs.get(compat.CACHE_ARG)
+        argument = compat.cache_argument(type(self))
+        cache = model_kwargs.get(argument)
         name = generation_config.cache_implementation
         is_assistant = getattr(generation_config, "is_assistant", False)
         if isinstance(cache, KVCache) and is_assistant:
@@ -65,7 +66,7 @@ def prepare_cache(original: Callable) -> Callable:
                 f"cache {name!r} cannot be used with {type(self).__name__}: the model manages its own state instead of "
                 "a transformers Cache. Leave cache_implementation out."
             )
-        cache = model_kwargs[compat.CACHE_ARG] = make_cache(self, name, **dict(generation_config.cache_config or {}))
+        cache = model_kwargs[argument] = make_cache(self, name, **dict(generation_config.cache_config or {}))
         if is_assistant:
             cache.activate_past_recording()
         return None
@@ -78,7 +79,7 @@ def prefill(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        cache = model_kwargs.get(compat.CACHE_ARG)
+        cache = model_kwargs.get(compat.cache_argument(type(self)))
         if not isinstance(cache, KVCache):
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if cache.num_tokens_seen:
@@ -89,7 +90,13 @@ def prefill(original: Callable) -> Callable:
                     "upgrade to transformers 5.24, or leave prefill_chunk_size out."
                 )
         with cache.prompt(input_ids, _prompt_length(cache, input_ids, generation_config, model_kwargs)):
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            outputs = original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if not cache.holds_anything:
+            raise NotImplementedError(
+                f"{type(self).__name__} put nothing into cache {cache.recipe.name!r}: it takes none, and runs the "
+                "whole text at every step. Leave cache_implementation out."
+            )
+        return outputs
 
     return _prefill
 

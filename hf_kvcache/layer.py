@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .blocks import Arena, BlockPool, BlockTable, load_table, table_state
 from .blocks.arena import Plane
+from .layer_sizes import LayerSizes
 from .layer_state import LayerState
 
 
@@ -19,7 +20,7 @@ class LayerContext:
     """What a layer is built from: where its blocks come from, and what its model does with them.
 
     `takes_over` says whether the model hands what `update` returns unchanged to its attention function, so that the
-    layer may return less and attend itself.
+    layer may return less and attend itself; `needs_packed` whether the model takes nothing but contiguous tensors.
     """
 
     layer_idx: int
@@ -28,6 +29,7 @@ class LayerContext:
     pools: dict[torch.device, BlockPool] = field(default_factory=dict)
     max_bytes: int | None = None
     takes_over: bool = False
+    needs_packed: bool = False
 
     def pool(self, device: torch.device) -> BlockPool:
         """The pool of `device`, shared by all layers there."""
@@ -36,7 +38,7 @@ class LayerContext:
         return self.pools[device]
 
 
-class KVLayer(CacheLayerMixin):
+class KVLayer(LayerSizes, CacheLayerMixin):
     """Storage of one attention layer. Everything `generate()` calls on a layer is here or raises with the reason.
 
     Subclasses store in `update`, say what they return in `get_mask_sizes`, and set `read_bytes` to what the last
@@ -46,6 +48,7 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     grows = True  # whether one more token takes more memory, however many came before
+    shares_values = False  # whether values are the keys, and are stored once
 
     def __init__(self, context: LayerContext):
         # The parent's `keys` and `values` are attributes; here they are views of the blocks.
@@ -61,7 +64,8 @@ class KVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device = key_states.device
-        planes = tuple(Plane(s.shape[1], s.shape[-1], s.dtype) for s in (key_states, value_states))
+        states = (key_states,) if self.shares_values else (key_states, value_states)
+        planes = tuple(Plane(s.shape[1], s.shape[-1], s.dtype) for s in states)
         arena = Arena(self.context.pool(self.device), planes, block_size=self.context.block_size)
         self.table = BlockTable(arena, key_states.shape[0])
         self.is_initialized = True
@@ -89,16 +93,6 @@ class KVLayer(CacheLayerMixin):
         return 0 if self.table is None else self.table.length
 
     @property
-    def values_per_token(self) -> int:
-        """Key and value elements that the model computes for one token of one sequence in this layer."""
-        return sum(plane.num_heads * plane.dim for plane in self.table.arena.specs)
-
-    @property
-    def marginal_bits(self) -> float:
-        """Bits that one element of an old token takes, all overhead included."""
-        return 8 * self.table.arena.block_bytes / (self.context.block_size * self.values_per_token)
-
-    @property
     def tables(self) -> list[BlockTable]:
         """All block tables of this layer, for the report and to give memory back."""
         return [] if self.table is None else [self.table]
@@ -110,7 +104,11 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        return None if self.table is None else self.table.materialize()[1]
+        return None if self.table is None else self.table.materialize()[-1]
+
+    def comparable_keys(self) -> tuple[int, torch.Tensor]:
+        """A slot, and the keys `[B, Hkv, n, D]` from it on that are stored exactly: what tells two texts apart."""
+        return self.table.start, self.table.materialize()[0]
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -172,10 +170,9 @@ class KVLayer(CacheLayerMixin):
         if not tokens.tensors:
             return
         rows = tokens.tensors["block_ids"].shape[0]
-        planes = [tokens.tensors[f"plane_{index}"] for index in range(2)]
-        self.lazy_initialization(
-            *(plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes)
-        )
+        planes = [tokens.tensors[f"plane_{index}"] for index in range(len(tokens.tensors) - 1)]
+        empty = [plane.new_empty(rows, plane.shape[0], 0, plane.shape[2], device=device) for plane in planes]
+        self.lazy_initialization(empty[0], empty[-1])
         load_table(self.table, tokens)
         self._give_back_memory()
 

@@ -59,5 +59,17 @@ def passes_straight_through(cls: type) -> bool:
     return all(use in calls[0].args for use in uses if use.lineno <= end)
 
 
+@functools.cache
+def reshapes_keys(cls: type) -> bool:
+    """Whether `cls` computes its attention in a method of its own that takes `key.view(...)`, for packed keys only."""
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if name == "forward" or method.__qualname__.split(".")[0] != cls.__name__:
+            continue
+        arguments = set(inspect.signature(method).parameters) & {"key", "value"}
+        if any(f"{argument}.view(" in inspect.getsource(method) for argument in arguments):
+            return True
+    return False
+
+
 def _name(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None

@@ -77,7 +77,7 @@ CATALOG: tuple[Family, ...] = (
         "reads or tokens retained",
         False,
         ("compressed",),
-        "available",
+        "available; native compression is exact under 'blocks'",
         "https://arxiv.org/abs/2502.11089",
     ),
     Family(
@@ -86,7 +86,7 @@ CATALOG: tuple[Family, ...] = (
         "reads",
         False,
         tuple(reader.name for reader in READERS),
-        "available",
+        "available; native indexers are exact under 'blocks'",
         "https://arxiv.org/abs/2406.10774",
     ),
     Family(

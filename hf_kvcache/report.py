@@ -150,7 +150,7 @@ def build_report(cache: Any) -> MemoryReport:
     stored = reserved - sum(_unused_bytes(arena) for arena in arenas)
     parts = [part for layer in attention if (part := _attention_part(layer)).table is not None]
     width = {id(part): part.table.num_rows * part.values_per_token for part in parts}
-    num_values = sum(width[id(part)] * part.stored_length for part in parts)
+    num_values = sum(_attention_part(layer).num_values for layer in attention)
     growing = [part for part in parts if part.grows]
     marginal = sum(width[id(part)] * part.marginal_bits for part in growing)
     homes = {table.arena.pool.device for table in tables} or set(by_device)
@@ -202,9 +202,4 @@ def _dynamic_bytes(layer: Any) -> int:
     states = 0
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         states = measure((layer.conv_states, layer.recurrent_states))
-    part = _attention_part(layer)
-    table = getattr(part, "table", None)
-    if table is None:
-        return states
-    tokens = min(part.seen, part.sliding_window - 1) if part.is_sliding else part.seen
-    return states + table.num_rows * tokens * (table.arena.block_bytes // table.arena.block_size)
+    return states + getattr(_attention_part(layer), "dynamic_bytes", 0)

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from . import compat
+from .build import make_cache
 from .cache import KVCache
 from .layer import KVLayer
 
@@ -28,17 +29,8 @@ class _Found(Exception):
 class _KeyProbe(Cache):
     """An empty cache whose first update ends the forward with the keys it was given."""
 
-    def __init__(self, cache: KVCache):
-        super().__init__(layers=cache.layers)
-
     def update(self, key_states: torch.Tensor, *args, **kwargs):
         raise _Found(key_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
 
 
 def check_same_prompt(model: Any, cache: KVCache, input_ids: torch.Tensor, model_kwargs: dict) -> None:
@@ -48,11 +40,18 @@ def check_same_prompt(model: Any, cache: KVCache, input_ids: torch.Tensor, model
         ValueError: if they belong to other tokens.
     """
     first = cache.layers[0]
-    if not isinstance(first, KVLayer) or first.table.length == 0:
+    if not isinstance(first, KVLayer):
         return  # a first layer without keys (Mamba) has nothing to compare
-    start, past = first.table.start, cache.num_tokens_seen
+    start, stored = first.comparable_keys()
+    if not stored.shape[2]:
+        return
+    past = start + stored.shape[2]
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    inputs = {"input_ids": input_ids[:, start:past], compat.CACHE_ARG: _KeyProbe(cache), "use_cache": True}
+    inputs = {
+        "input_ids": input_ids[:, start:past],
+        compat.CACHE_ARG: _KeyProbe(make_cache(model).layers),
+        "use_cache": True,
+    }
     if positions is not None:
         inputs["position_ids"] = positions[..., start:past]
     elif start:
@@ -62,8 +61,7 @@ def check_same_prompt(model: Any, cache: KVCache, input_ids: torch.Tensor, model
             model(**inputs)
     except _Found as found:
         expected = found.keys.float()
-    stored = first.table.materialize()[0].float()
-    error = (stored - expected).norm(dim=(1, 3)) / expected.norm(dim=(1, 3)).clamp(min=1e-6)  # [B, T]
+    error = (stored.float() - expected).norm(dim=(1, 3)) / expected.norm(dim=(1, 3)).clamp(min=1e-6)  # [B, T]
     if mask is not None:
         error = error * mask[:, start:past].to(error.device)
     differs = error > TOLERANCE
@@ -71,6 +69,7 @@ def check_same_prompt(model: Any, cache: KVCache, input_ids: torch.Tensor, model
     if differs.any():
         position = start + int(differs.any(0).int().argmax())
         raise ValueError(
-            f"the cache holds another text than this prompt: they differ from token {position} on (of {past} cached). "
+            f"the cache holds another text than this prompt: they differ from token {position} on (of "
+            f"{cache.num_tokens_seen} cached). "
             f"Crop the cache to the common part, cache.crop({position} - cache.get_seq_length()), or use a new one."
         )

@@ -26,11 +26,24 @@ class SlidingBlockLayer(KVLayer):
             raise ValueError(f"sliding_window={sliding_window} must be at least 1 token.")
         self.sliding_window = sliding_window
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.shares_values = key_states is value_states
+        super().lazy_initialization(key_states, value_states)
+
+    @property
+    def num_dynamic_tokens(self) -> int:
+        return min(self.seen, self.sliding_window - 1)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        # transformers stores shared values twice.
+        return super().dynamic_bytes * (2 if self.shares_values else 1)
+
     @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self._prepare(key_states, value_states)
+        states = self._prepare(key_states, value_states)[: 1 if self.shares_values else 2]
         count = states[0].shape[2]
         past = min(self.sliding_window - 1, self.seen)
         keep = self.sliding_window
@@ -38,16 +51,16 @@ class SlidingBlockLayer(KVLayer):
             self._drop_front()
             self.table.append(states)
             self.seen += count
-            keys, values = self.table.materialize(self.seen - count - past)
+            held = self.table.materialize(self.seen - count - past)
         else:
             # Longer than the window: store only what the window will hold, attend to all of it now.
             old = self.table.materialize(self.seen - past)
-            keys, values = (torch.cat(pair, dim=2) if past else pair[1] for pair in zip(old, states, strict=True))
+            held = [torch.cat(pair, dim=2) if past else pair[1] for pair in zip(old, states, strict=True)]
             self.seen += count
             self.table.restart(self.seen - keep)
             self.table.append([state[:, :, -keep:] for state in states])
-        self.read_bytes = keys.nbytes + values.nbytes
-        return (keys, values) if past else (key_states, value_states)
+        self.read_bytes = sum(state.nbytes for state in held)
+        return (held[0], held[-1]) if past else (key_states, value_states)
 
     def _drop_front(self) -> None:
         if not self.record_past:

@@ -48,6 +48,19 @@ _COMMON = {
 _LOCAL_THEN_GLOBAL = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 _MLA = {"kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
+_MLA_MOE = _MLA | {
+    **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    **{"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "n_shared_experts": 1},
+}
+# An indexer that chooses 6 tokens: most of a prompt is not read.
+_INDEXER = {"qk_rope_head_dim": 16, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
+_COMPRESS_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7}
+_ROTARY_4_AXES = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}
 
 # Name -> (class prefix, config class, what the config adds to `_COMMON`).
 _MODELS = {
@@ -74,12 +87,45 @@ _MODELS = {
     ),
     "bamba": ("Bamba", "BambaConfig", _MAMBA2 | {"attn_layer_indices": [1], "mamba_expand": 2}),
     "falcon_h1": ("FalconH1", "FalconH1Config", _MAMBA2 | {"head_dim": 16, "mamba_d_ssm": 128}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        "DeepseekV3Config",
-        _MLA
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-        | {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    "deepseek_v3": ("DeepseekV3", "DeepseekV3Config", _MLA_MOE),
+    "deepseek_v32": ("DeepseekV32", "DeepseekV32Config", _MLA_MOE | _INDEXER),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        "GlmMoeDsaConfig",
+        _MLA_MOE | _INDEXER | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "hy_v4": ("HYV4", "HYV4Config", _MLA_MOE | _INDEXER | {"hc_mult": 2}),
+    "axk2": ("AXK2", "AXK2Config", _MLA_MOE | _INDEXER),
+    "minimax_m3": (
+        "MiniMaxM3VL",
+        "MiniMaxM3VLTextConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 32}
+        | {"shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 16}
+        | {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": ["minimax_m3_sparse", "full_attention"]},
+    ),
+    "qwen4_exp": (
+        "Qwen4Exp",
+        "Qwen4ExpTextConfig",
+        {"head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2}
+        | {"indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4}
+        | {"layer_types": ["linear_attention", "indexed_attention"], "rope_parameters": _ROTARY_4_AXES},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        "DeepseekV4Config",
+        {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "moe_intermediate_size": 32}
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "partial_rotary_factor": 0.5,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 2,
+        }
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["moe"] * 3, "compress_rates": _COMPRESS_RATES}
+        | {"layer_types": [*_COMPRESS_RATES, "sliding_attention"], "sliding_window": 8, "o_groups": 2}
+        | {"o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 3},
     ),
 }
 
@@ -112,6 +158,8 @@ def tiny_model():
 
     def build(name: str, *, seed: int = 0, **config):
         prefix, config_class, extra = _MODELS[name]
+        if not hasattr(tf, config_class):
+            pytest.skip(f"this transformers has no {config_class}")
         torch.manual_seed(seed)
         config = getattr(tf, config_class)(**(_COMMON | extra | config))
         return getattr(tf, f"{prefix}ForCausalLM")(config).eval()

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, make_cache, measure
 from hf_kvcache.attending_layer import AttendingLayer
+from hf_kvcache.decoded_layer import DecodedLayer
 from hf_kvcache.evicting_layer import EvictingLayer
 from hf_kvcache.reading_layer import ReadingLayer
 from hf_kvcache.sliding_window import SinkWindowLayer
@@ -29,6 +30,7 @@ class Row:
     cache: str
     model: str
     options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         size = f"-{self.options['block_size']}" if "block_size" in self.options else ""
@@ -37,14 +39,22 @@ class Row:
 
     @property
     def has_states(self) -> bool:
-        return self.model in ("jamba", "falcon_h1")
+        return self.model in ("jamba", "falcon_h1", "qwen4_exp")
 
     @property
     def has_own_windows(self) -> bool:
-        return self.model in ("gemma3", "mistral", "gpt_oss")
+        return self.model in ("gemma3", "mistral", "gpt_oss", "deepseek_v4")
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether the model itself cuts slots, padding included, into the blocks that it compresses or chooses."""
+        return self.model in ("deepseek_v4", "minimax_m3")
 
 
 _WINDOW = {"sliding_window": 128, "num_sink_tokens": 4}
+# An indexer that chooses few tokens chooses others when rounding moves its scores, which chunks and rows do.
+_ALL = {"index_topk": 128}
+_CODED = {"residual_length": 128, "q_group_size": 16}
 
 CACHES = (
     Row("blocks", "llama", {"block_size": 16}),
@@ -54,6 +64,14 @@ CACHES = (
     Row("blocks", "gpt_oss", {"block_size": 3}),
     Row("blocks", "jamba", {"block_size": 16}),
     Row("blocks", "falcon_h1", {"block_size": 3}),
+    Row("blocks", "deepseek_v3", {"block_size": 16}),
+    Row("blocks", "deepseek_v32", {"block_size": 3}, _ALL),
+    Row("blocks", "glm_moe_dsa", {"block_size": 16}, _ALL),
+    Row("blocks", "minimax_m3", {"block_size": 3}),
+    Row("blocks", "qwen4_exp", {"block_size": 16}),
+    Row("blocks", "deepseek_v4", {"block_size": 3}, _ALL),
+    Row("int8", "deepseek_v32", _CODED, _ALL),
+    Row("int8", "deepseek_v3", _CODED, {"qk_rope_head_dim": 16}),
     Row("sliding_window", "llama", _WINDOW | {"block_size": 3}),
     Row("sliding_window", "gemma3", _WINDOW | {"positions": "cache"}),
     Row("blocks+sliding_window", "falcon_h1", _WINDOW | {"block_size": 16}),
@@ -77,7 +95,7 @@ def row(request) -> Row:
 
 @pytest.fixture
 def model(row, tiny_model):
-    return tiny_model(row.model)
+    return tiny_model(row.model, **row.config)
 
 
 @pytest.fixture
@@ -149,7 +167,9 @@ def test_generate_picks_the_tokens_of_a_manual_loop(row, model, new_cache, run, 
     assert torch.equal(by_name, chosen)
 
 
-def test_batch_rows_are_independent(model, new_cache, run, make_ids, left_pad, assert_close):
+def test_batch_rows_are_independent(row, model, new_cache, run, make_ids, left_pad, assert_close):
+    if row.counts_padding:
+        pytest.skip("with this model padding is no padding under transformers' own cache either")
     ids, mask = left_pad(make_ids(3, LENGTH), [LENGTH, 11, 42])
     together = run(model, new_cache(), ids, mask, chunks=[40, 1, 1, 21])
     for i, length in enumerate([LENGTH, 11, 42]):
@@ -179,7 +199,7 @@ def test_get_mask_sizes_equals_what_update_returns(model, new_cache, past, lengt
     checked = 0
     for index, layer in enumerate(cache.layers):
         part = getattr(layer, "attention", layer)
-        if isinstance(part, (StateLayer, AttendingLayer)):
+        if isinstance(part, (StateLayer, AttendingLayer)) and not isinstance(part, DecodedLayer):
             continue  # no keys, or never returned without the attention hook
         if past:
             cache.update(states[:, :, :past], states[:, :, :past], index)
@@ -261,11 +281,16 @@ def test_bytes_are_those_of_the_stored_tokens(model, new_cache, run, make_ids):
     notes = [(part.first_slots, part._log) for part in parts if isinstance(part, EvictingLayer)]
     reading = [part for part in parts if isinstance(part, ReadingLayer)]
     notes += [(part.first, part.fitted) for part in reading]
+    notes += [part.sinks for part in parts if isinstance(part, DecodedLayer)]
+    streams = [getattr(part, "streams", ()) for part in parts]
+    streams = [stream for each in streams for stream in (each.values() if isinstance(each, dict) else each)]
+    notes += [plane.clone() for stream in streams if stream.table for plane in stream.read()]
+    shared = [layer.keys.nbytes for layer in parts if getattr(layer, "shares_values", False)]
     # The keys and values of entries are among those of the layer.
     planes = [
         plane for part in reading for n, s in part.sides.items() for plane in s.materialize()[2 * (n == "entries") :]
     ]
-    tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair)
+    tokens = sum(state.nbytes for pair in keys_and_values(cache) for state in pair) - sum(shared)
     summaries = sum(plane.nbytes for plane in planes)
     assert report.stored_bytes == tokens + summaries + measure(states) + measure(sinks) + measure(notes)
     assert report.reserved_bytes == measure(cache)

@@ -261,7 +261,7 @@ def test_bad_options_name_what_is_allowed(tiny_model):
     with pytest.raises(ValueError, match=r"'nf4' needs a head dimension that 32 divides, not 16"):
         make_cache(model, "nf4")
     with pytest.raises(NotImplementedError, match="int4 cannot serve layer 0: DeepseekV3Attention changes"):
-        make_cache(tiny_model("deepseek_v3"), "int4", q_group_size=16)
+        make_cache(tiny_model("deepseek_v3"), "sliding_window+int4", q_group_size=16)
 
 
 def test_missing_bitsandbytes_names_the_command(tiny_model, monkeypatch):

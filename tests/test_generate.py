@@ -15,8 +15,10 @@ pytestmark = pytest.mark.core
 ARCHITECTURES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "gpt_oss"),
     *("jamba", "bamba", "falcon_h1"),
+    *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m3", "qwen4_exp", "deepseek_v4"),
 )
-RECURRENT = ("jamba", "bamba", "falcon_h1")
+RECURRENT = ("jamba", "bamba", "falcon_h1", "qwen4_exp")
+STATEFUL = (*RECURRENT, "deepseek_v4")  # transformers' own layers of it cannot be cropped
 PADDED = [17, 9]  # real tokens a row: the windows of 8 tokens overflow in both
 
 # Mode -> (rows of the prompt, whether it is left-padded, what generate() gets).
@@ -49,6 +51,11 @@ def generate(model, inputs, **options) -> torch.Tensor:
     return model.generate(**inputs, **({"max_new_tokens": 24, "do_sample": False} | options))
 
 
+def reorders_beams(model) -> bool:
+    """Whether transformers' layers of a model that compresses its past follow beams with all they hold."""
+    return "reorder_cache" in vars(type(DynamicCache(config=model.config).layers[0]))
+
+
 def ours(**options) -> dict:
     return {"cache_implementation": "blocks", "cache_config": {"block_size": 3} | options}
 
@@ -61,12 +68,15 @@ def test_tokens_equal_those_of_dynamic_cache(name, mode, tiny_model, prompt):
     if "assistant_model" in options:
         options = {"assistant_model": tiny_model(name, seed=1)}
     hf_kvcache.enable()
-    if name in RECURRENT and mode in ("prompt_lookup", "assistant"):
+    if name in STATEFUL and mode in ("prompt_lookup", "assistant"):
         with pytest.raises(ValueError, match="not supported with stateful models"):
             generate(model, inputs, **options, **ours())
-        with pytest.raises(NotImplementedError, match=r"recurrent \(Mamba\) states cannot"):
-            make_cache(model).check_recordable()
+        if name in RECURRENT:
+            with pytest.raises(NotImplementedError, match=r"recurrent \(Mamba\) states cannot"):
+                make_cache(model).check_recordable()
         return
+    if name == "deepseek_v4" and mode == "beams" and not reorders_beams(model):
+        pytest.skip("transformers' own layers mix up beams in this version")
     expected = generate(model, inputs, **options)
     assert expected.shape[1] == 17 + 24
     assert torch.equal(generate(model, inputs, **options, **ours()), expected)
@@ -77,6 +87,8 @@ def test_tokens_equal_those_of_dynamic_cache(name, mode, tiny_model, prompt):
 def test_tokens_equal_with_eager_attention(name, mode, tiny_model, prompt):
     rows, padded, options = MODES[mode]
     model, inputs = tiny_model(name), prompt(rows, padded)
+    if name == "deepseek_v4" and mode == "beams" and not reorders_beams(model):
+        pytest.skip("transformers' own layers mix up beams in this version")
     model.set_attn_implementation("eager")
     hf_kvcache.enable()
     assert torch.equal(generate(model, inputs, **options, **ours()), generate(model, inputs, **options))
@@ -171,11 +183,14 @@ def test_a_compiled_forward_gives_the_same_tokens(name, tiny_model, prompt):
 
 
 def test_a_layer_type_we_do_not_understand_is_named(tiny_model, prompt):
-    model = tiny_model("llama", layer_types=["full_attention", "indexed_attention"])
-    with pytest.raises(NotImplementedError, match=r"layer 1 is of type 'indexed_attention'.*transformers' own cache"):
+    model = tiny_model("llama")
+    model.config.layer_types = ["full_attention", "attention_of_tomorrow"]
+    with pytest.raises(
+        NotImplementedError, match=r"layer 1 is of type 'attention_of_tomorrow'.*transformers' own cache"
+    ):
         make_cache(model)
     hf_kvcache.enable()
-    with pytest.raises(NotImplementedError, match="indexed_attention"):
+    with pytest.raises(NotImplementedError, match="attention_of_tomorrow"):
         generate(model, prompt(1, False), **ours())
 
 

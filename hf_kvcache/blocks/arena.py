@@ -152,9 +152,10 @@ class Arena:
                 for start, stop, length in runs:
                     new[:, stop * size : (stop + length) * size] = old[:, start * size : (start + length) * size]
             else:
-                blocked = old.view(spec.num_heads, -1, size, spec.dim)
+                blocked = old.view(spec.num_heads, self.num_blocks, size, spec.dim)
                 picked = blocked[:, torch.from_numpy(source).to(old.device)]
-                new.view(spec.num_heads, -1, size, spec.dim)[:, torch.from_numpy(target).to(old.device)] = picked
+                blocked = new.view(spec.num_heads, num_blocks, size, spec.dim)
+                blocked[:, torch.from_numpy(target).to(old.device)] = picked
             self.planes[i] = new
             del old
         counts = np.zeros(num_blocks, dtype=np.int32)
@@ -164,7 +165,7 @@ class Arena:
     def copy_blocks(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
         """Copy the first `length` tokens of each block `source` to block `target` (copy on write)."""
         for i, spec in enumerate(self.specs):
-            blocked = self.planes[i].view(spec.num_heads, -1, self.block_size, spec.dim)
+            blocked = self.planes[i].view(spec.num_heads, self.num_blocks, self.block_size, spec.dim)
             picked = blocked[:, torch.from_numpy(source).to(blocked.device), :length]
             blocked[:, torch.from_numpy(target).to(blocked.device), :length] = picked
 

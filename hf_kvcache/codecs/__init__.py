@@ -30,7 +30,8 @@ def build_codecs(name: str, options: dict[str, Any], head_dim: int) -> tuple[Cod
     size = options["q_group_size"]
     if head_dim % size:
         fitting = [s for s in (16, 32, 64, 128) if head_dim % s == 0]
-        raise ValueError(f"q_group_size={size} does not divide the head dimension {head_dim}: choose from {fitting}.")
+        remedy = f"choose from {fitting}" if fitting else "no other does; use 'fp8' or 'turboquant'"
+        raise ValueError(f"q_group_size={size} does not divide the head dimension {head_dim}: {remedy}.")
     key_bits, value_bits = options["key_bits"] or nbits, options["value_bits"] or nbits
     clip_search = options["clip_search"]
     return (
