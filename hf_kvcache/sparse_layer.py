@@ -9,18 +9,24 @@ Not for short contexts: choosing costs more than it saves below a few thousand t
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 
 from .attention import can_merge
 from .blocks import Arena, BlockTable
-from .blocks.gather import gather_units, places
+from .blocks.gather import gather_units
 from .kernels import decode, native
+from .kernels.choose import Amount, Chosen, Units, chosen_segment, summary_segment
 from .layer import LayerContext
-from .masks import as_mask_for, restrict_mask, visible
+from .masks import as_float32, as_mask_for, restrict_mask, visible
 from .readers import ReadBudget, Reader
 from .readers.selection import Selection
 from .reading_layer import ReadingLayer
+
+
+def _dims(arena: Arena) -> list[int]:
+    return [spec.dim for spec in arena.specs]
 
 
 class SparseReadLayer(ReadingLayer):
@@ -80,35 +86,68 @@ class SparseReadLayer(ReadingLayer):
         return self.budget.reads_all(self._num_candidates(), self.reader.unit)
 
     def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
-        scaling, unit = kwargs.get("scaling"), self.reader.unit
+        scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
-        selection = self._select(packed * scale, mask)
-        is_plain = mask is None and selection.is_read is None and can_merge(base, kwargs)
-        # The kernel reads whole vectors of 16 tokens.
-        if is_plain and unit % 16 == 0 and decode.can_serve(query, None, self._dims) and native.library():
-            return self._attend_in_place(query, selection, scaling), None
-        states = [state[:, :, : selection.length] for state in gather_units(self.table, selection.units, unit)]
+        packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1]) * scale
+        dims = [spec.dim for spec in self.table.arena.specs]
+        if can_merge(base, kwargs) and decode.can_serve(query, mask, dims) and native.library():
+            if (store := self.reader.stored_rows(self._estimated.arena.planes, dims[0])) is not None:
+                return self._attend_in_place(query, packed, store, mask, scale).to(query.dtype), None
+        selection = self._select(packed, mask)
+        states = [
+            state[:, :, : selection.length] for state in gather_units(self.table, selection.units, self.reader.unit)
+        ]
         own = self._own_mask(module, mask, selection, query.dtype)
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
     @property
-    def _dims(self) -> tuple[int, ...]:
-        return tuple(spec.dim for spec in self.table.arena.specs)
+    def _estimated(self) -> BlockTable:
+        """Where the reader's estimates come from."""
+        return self.table if self.reader.reads_keys else self.summaries
 
-    def _attend_in_place(self, query: torch.Tensor, selection: Selection, scaling: float | None) -> torch.Tensor:
-        """All that is selected, by the decode kernel where it lies: a KV head of a row is a row of the kernel."""
-        rows, heads, _, dim = query.shape
-        kv_heads, unit = selection.units.shape[1], self.reader.unit
-        open_length = selection.length % unit  # of the last block, which has room left
-        whole = selection.units[:, :, : selection.length // unit]
-        ids = places(self.table, whole, unit).flatten(0, 1)
-        segments = [decode.chosen_segment(self.table.arena.planes, ids, self._dims, unit)]
-        if open_length:
-            newest = self.table.materialize(self.seen - open_length)
-            segments.append(decode.dense_segment([state.flatten(0, 1).unsqueeze(1) for state in newest]))
-        own = query.view(rows * kv_heads, heads // kv_heads, 1, dim)
-        return decode.attend(own, segments, scaling=scaling).view(rows, 1, heads, -1)
+    def _attend_in_place(self, query, packed, store, mask, scale: float) -> torch.Tensor:
+        """Chosen and attended to by the decode kernel, where everything lies."""
+        arena, unit, size = self.table.arena, self.reader.unit, self.context.block_size
+        candidates = self._num_candidates()
+        segments = [*self._exact_segments(candidates), chosen_segment(arena.planes, _dims(arena), unit)]
+        prepared, bias = self.reader.prepare(packed, self.fitted)
+        estimated, count = self._estimated, candidates // unit
+        units = Units(
+            summary_segment(store, estimated.block_ids, size // unit, count, (estimated.arena.planes,)),
+            *(prepared, bias, unit, count, self.table.block_ids, size // unit),
+        )
+        chosen = Chosen(
+            decode.Call(query, segments, scaling=scale, mask=None if mask is None else as_float32(mask)),
+            units,
+            first_sink=self.first.slots if self.first.is_padded else None,
+            num_sinks=self.budget.num_sink_tokens,
+            sinks_are_apart=False,
+        )
+        amount = Amount(self._num_chosen(candidates), self.budget.top_p, self.budget.group == "mean")
+        output, slots = chosen.attend(amount, hides=mask is not None or self.first.is_padded)
+        self._count_read(slots.shape[2] * unit + sum(segment.struct.length for segment in segments[:-1]), candidates)
+        return output
+
+    def _exact_segments(self, candidates: int) -> list[decode.Segment]:
+        """Sinks, and what follows the candidates, as they lie in blocks."""
+        arena, ids, size, unit = self.table.arena, self.table.block_ids, self.context.block_size, self.reader.unit
+        recent = decode.run_segment(
+            *(arena.planes, ids[:, candidates // size :], _dims(arena), size),
+            slot=candidates,
+            length=self.seen - candidates,
+        )
+        count = min(self._num_sink_units, candidates // unit)
+        if not self.first.is_padded:
+            length = count * unit
+            return [decode.run_segment(arena.planes, ids[:, : -(-length // size)], _dims(arena), size, length=length), recent]
+        first = self.first.slots.numpy()[:, None]
+        units = first // unit + np.arange(count)
+        is_read = (units * unit < first + self.budget.num_sink_tokens) & (units < candidates // unit)
+        slots = np.where(is_read, units * unit, 0)
+        places = np.take_along_axis(ids, slots // size, axis=1) * (size // unit) + slots % size // unit
+        slots = np.where(is_read, slots, -1)
+        sinks = decode.run_segment(arena.planes, places, _dims(arena), unit, length=count * unit, slots=slots)
+        return [sinks, recent]
 
     def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:
         """What `query` `[B, Hkv, G, D]` (scaled) reads."""
@@ -132,18 +171,27 @@ class SparseReadLayer(ReadingLayer):
         if mask is not None:
             hidden = ~visible(mask[..., :candidates]).unflatten(3, (-1, unit)).any(dim=4)
             scores.masked_fill_(hidden, -math.inf)
-        count = max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
-        chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
+        chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), self._num_chosen(candidates))
         units = torch.cat([chosen, always.units], dim=2)
         length = chosen.shape[2] * unit + always.length
-        token_bytes = self.table.arena.block_bytes // (self.context.block_size * units.shape[1])
-        self.read_bytes = units.shape[0] * units.shape[1] * length * token_bytes + self.reader.read_bytes(summaries)
+        self._count_read(length, candidates)
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
             rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
             is_read = torch.cat([is_read, rest], dim=2)
         return Selection(units, is_read, unit, length)
+
+    def _num_chosen(self, candidates: int) -> int:
+        """Units that are chosen, at most."""
+        unit = self.reader.unit
+        return max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
+
+    def _count_read(self, length: int, candidates: int) -> None:
+        """Note that each row and head read `length` tokens, chosen from `candidates`."""
+        arena, size = self.table.arena, self.context.block_size
+        read = arena.block_bytes // size * length + self.reader.read_bytes(self._estimated.arena.specs, candidates // size)
+        self.read_bytes = self.batch_size * read
 
     @property
     def _num_sink_units(self) -> int:

@@ -12,6 +12,8 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 import hf_kvcache
 from hf_kvcache import make_cache
 from hf_kvcache.block_layer import BlockLayer
+from hf_kvcache.kernels.choose import Chosen
+from hf_kvcache.readers.selection import Selection
 from hf_kvcache.sliding_layer import SlidingBlockLayer
 from hf_kvcache.sparse_layer import SparseReadLayer
 
@@ -30,17 +32,46 @@ class Oracle:
         self.model, self.oracle = tiny_model(name), tiny_model(name)
         self.model.set_attn_implementation(attention)
         self.is_eager = attention == "eager"
-        select = SparseReadLayer._select
+        self.in_place = 0  # steps by the decode kernel
+        select, attend_in_place, attend = SparseReadLayer._select, SparseReadLayer._attend_in_place, Chosen.attend
 
-        def recording(layer, query, mask):
-            selection = select(layer, query, mask)
-            tokens = selection.columns(torch.arange(layer.seen).expand(query.shape[0], 1, 1, -1))
+        def note(layer, selection):
+            tokens = selection.columns(torch.arange(layer.seen).expand(layer.batch_size, 1, 1, -1))
             is_read = torch.ones_like(tokens) if selection.is_read is None else selection.seen(None)
             times = torch.zeros(*tokens.shape[:2], layer.seen).scatter_add_(2, tokens, is_read.float())
             assert times.max() == 1, "a token was read twice"
             self.read[layer.context.layer_idx] = times > 0
+
+        def recording(layer, query, mask):
+            selection = select(layer, query, mask)
+            note(layer, selection)
             return selection
 
+        def recording_in_place(layer, query, packed, store, mask, scale):
+            def recording_slots(chosen, amount, **given):
+                output, slots = attend(chosen, amount, **given)
+                unit = layer.reader.unit
+                always, _ = layer._always(layer._num_candidates() // unit)
+                rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
+                units = torch.cat([slots.clamp(min=0) // unit, always.units], dim=2)
+                is_read = torch.cat([slots >= 0, rest], dim=2)
+                length = always.length + slots.shape[2] * unit
+                note(layer, Selection(units, is_read, unit, length))
+                return output, slots
+
+            wanted = select(layer, packed, mask)
+            wanted_bytes, layer.read_bytes = layer.read_bytes, 0
+            note(layer, wanted)
+            wanted = self.read[layer.context.layer_idx]
+            with monkeypatch.context() as patch:
+                patch.setattr(Chosen, "attend", recording_slots)
+                output = attend_in_place(layer, query, packed, store, mask, scale)
+            assert torch.equal(self.read[layer.context.layer_idx], wanted), "the kernel chooses as PyTorch does"
+            assert layer.read_bytes == wanted_bytes
+            self.in_place += 1
+            return output
+
+        monkeypatch.setattr(SparseReadLayer, "_attend_in_place", recording_in_place)
         monkeypatch.setattr(SparseReadLayer, "_select", recording)
         monkeypatch.setitem(AttentionInterface._global_mapping, "oracle", self._attend)
         monkeypatch.setitem(

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -134,6 +135,29 @@ inline Vec sums(Vec* vecs) {
 inline float sum(Vec vec) {
   for (int count = kLanes / 2; count; count /= 2) vec = add_pairs(vec, vec);
   return vec[0];
+}
+
+inline IntVec add_pairs(IntVec a, IntVec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
+#else
+  return __builtin_shuffle(a, b, IntVec{EVEN_LANES}) + __builtin_shuffle(a, b, IntVec{ODD_LANES});
+#endif
+}
+
+inline Vec largest(Vec a, Vec b) { return a > b ? a : b; }
+
+// A bit for each lane of the result of a comparison.
+inline uint32_t bits_of(IntVec is_true) {
+#if AVX512
+  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
+#elif AVX2
+  return (uint32_t)_mm256_movemask_ps((__m256)is_true);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= (uint32_t)(is_true[i] != 0) << i;
+  return bits;
+#endif
 }
 
 inline float largest(Vec vec) {

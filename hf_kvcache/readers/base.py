@@ -1,10 +1,13 @@
 """What a reader is: small summaries of closed blocks, and estimates from them of what a query attends to."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from ..attention import few_products
 from ..blocks.arena import Plane
+from ..kernels import structs
 
 
 class Reader(ABC):
@@ -35,7 +38,23 @@ class Reader(ABC):
     def summarise(self, keys: torch.Tensor, fitted: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keys `[B, Hkv, n * block_size, D]` to one `[B, Hkv, n, *]` tensor a plane."""
 
-    @abstractmethod
+    def prepare(
+        self, query: torch.Tensor, fitted: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is multiplied with `rows` for scores, `[B, Hkv, G, dim]`, and what is added, `[B, Hkv, G]`, or None."""
+        return query, None
+
+    def rows(self, summaries: list[torch.Tensor]) -> torch.Tensor:
+        """What stands for the key of each unit, `[B, Hkv, units, dim]`."""
+        return summaries[0]
+
+    def stored_rows(self, planes: list[torch.Tensor], head_dim: int) -> structs.Store | None:
+        """`rows` for the decode kernel, where they lie in the arena's `planes` `[H, slots, *]`; None: it has no form.
+
+        The planes are those of `planes()`; with `reads_keys`, the layer's own.
+        """
+        return None
+
     def scores(self, query: torch.Tensor, summaries: list[torch.Tensor], fitted: list[torch.Tensor]) -> torch.Tensor:
         """Estimated log mass of each unit: the logarithm of the sum of `exp(query . key)` over its tokens.
 
@@ -46,7 +65,10 @@ class Reader(ABC):
         Returns:
             `[B, Hkv, G, units]`, float32.
         """
+        prepared, bias = self.prepare(query, fitted)
+        scores = few_products(prepared, self.rows(summaries))
+        return scores if bias is None else scores.add_(bias.unsqueeze(-1))
 
-    def read_bytes(self, summaries: list[torch.Tensor]) -> int:
-        """Bytes of `summaries` that `scores` reads."""
-        return sum(summary.nbytes for summary in summaries)
+    def read_bytes(self, planes: Sequence[Plane], blocks: int) -> int:
+        """Bytes of a row that the scores of `blocks` blocks read: of the summaries; with `reads_keys`, of the layer."""
+        return blocks * sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in planes)

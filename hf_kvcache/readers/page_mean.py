@@ -6,8 +6,10 @@ Papers: Lu et al. 2025, MoBA, https://arxiv.org/abs/2502.13189, trains with this
 
 import math
 
-from ..attention import few_products
+import torch
+
 from ..blocks.arena import Plane
+from ..kernels import structs
 from .base import Reader
 
 
@@ -24,5 +26,8 @@ class PageMean(Reader):
     def summarise(self, keys, fitted):
         return [keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3).to(keys.dtype)]
 
-    def scores(self, query, summaries, fitted):
-        return few_products(query, summaries[0]) + math.log(self.block_size)
+    def prepare(self, query, fitted):
+        return query, query.new_full(query.shape[:3], math.log(self.block_size), dtype=torch.float32)
+
+    def stored_rows(self, planes, head_dim):
+        return structs.run_store(planes[0], head_dim, 1)

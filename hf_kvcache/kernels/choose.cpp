@@ -1,0 +1,178 @@
+// Which units of tokens a step reads: estimated scores of all, shares of the attention, and the largest of them.
+//
+// Each row, KV head and split of the units is scored alone; who finishes the last split of a pair chooses for it.
+#include <atomic>
+#include <memory>
+
+#include "queries.h"
+#include "select.h"
+#include "split.h"
+
+namespace {
+
+class Chooser {
+ public:
+  Chooser(const Choice& choice, int64_t pair, float* scores, Scratch& scratch, Queries& queries)
+      : choice(choice), call(*choice.attention), pair(pair), b(pair / call.heads), h(pair % call.heads),
+        stride(round_up(choice.num_units, kLanes)), scores(scores), masses(scores + call.queries * stride),
+        scratch(scratch), queries(queries), exact(call.queries, kNone) {}
+
+  // Returns the number of units taken.
+  int64_t choose() {
+    score_exact();
+    hide();
+    mass();
+    return take();
+  }
+
+ private:
+  const Choice& choice;
+  const Call& call;
+  const int64_t pair, b, h, stride;
+  float *scores, *masses;  // [queries][stride], [stride]
+  Scratch& scratch;
+  Queries& queries;
+  std::vector<float> exact;  // log-sum-exp of what is read anyway, for each query
+  float most = 0.0f, share = 0.0f;  // the largest mass; the share of what is read anyway
+
+  void score_exact() {
+    queries.move_to(call, pair);
+    for (int64_t index = 0; index + 1 < call.num_segments; ++index) {
+      const Segment& segment = call.segments[index];
+      for (int64_t begin = 0; begin < segment.length; begin += split_length(segment)) {
+        const int64_t stop = std::min(segment.length, begin + split_length(segment));
+        const Matrix seen = Split(call, segment, b, h, begin, stop, scratch)
+                                .seen_scores(queries.of(call, index), queries.plain.data());
+        for (int64_t m = 0; m < call.queries; ++m) {
+          const float highest = std::max(exact[m], highest_of(seen.at(m), seen.stride));
+          if (highest == kNone) continue;
+          exact[m] = highest + std::log(std::exp(exact[m] - highest) + total_of(seen.at(m), seen.stride, highest));
+        }
+      }
+    }
+  }
+
+  static float highest_of(const float* row, int64_t count) {
+    Vec highest = splat(kNone);
+    for (int64_t i = 0; i < count; i += kLanes) highest = largest(highest, load<Vec>(row + i));
+    return largest(highest);
+  }
+
+  static float total_of(const float* row, int64_t count, float shift) {
+    Vec total{};
+    for (int64_t i = 0; i < count; i += kLanes) total += exp_negative(load<Vec>(row + i) - shift);
+    return sum(total);
+  }
+
+  // Units that must not be chosen: of sinks, and those of which nothing is seen. And what fills the last vector.
+  void hide() {
+    const int64_t slot = choice.first_sink ? choice.first_sink[b] : 0, unit = choice.unit, end = slot + choice.num_sinks;
+    int64_t from = choice.sinks_are_apart ? (slot + unit - 1) / unit : slot / unit;
+    int64_t to = choice.sinks_are_apart ? end / unit : (end + unit - 1) / unit;
+    if (!choice.num_sinks) from = to = 0;
+    for (int64_t m = 0; m < call.queries; ++m) {
+      float* row = scores + m * stride;
+      std::fill(row + choice.num_units, row + stride, kNone);
+      for (int64_t i = std::min(from, choice.num_units); i < std::min(to, choice.num_units); ++i) row[i] = kNone;
+    }
+    if (!call.mask) return;
+    for (int64_t i = 0; i < choice.num_units; ++i)
+      if (!is_seen(i * unit))
+        for (int64_t m = 0; m < call.queries; ++m) scores[m * stride + i] = kNone;
+  }
+
+  bool is_seen(int64_t slot) const {
+    for (int64_t i = b * call.mask_stride + slot, stop = i + choice.unit; i < stop; ++i)
+      if (call.mask_is_additive ? ((const float*)call.mask)[i] > kHidden : ((const uint8_t*)call.mask)[i] != 0)
+        return true;
+    return false;
+  }
+
+  static constexpr float kHidden = std::numeric_limits<float>::lowest() / 2;
+
+  // Shares of the attention by these estimates; -1 for what must not be chosen.
+  void mass() {
+    std::vector<float> shift(call.queries), factor(call.queries);
+    for (int64_t m = 0; m < call.queries; ++m) {
+      const float* row = scores + m * stride;
+      shift[m] = std::max(exact[m], highest_of(row, stride));
+      if (shift[m] == kNone) shift[m] = 0.0f;
+      const float anyway = exact[m] == kNone ? 0.0f : std::exp(exact[m] - shift[m]);
+      factor[m] = 1.0f / std::max(anyway + total_of(row, stride, shift[m]), std::numeric_limits<float>::min());
+      if (choice.is_mean) factor[m] /= call.queries;
+      share = choice.is_mean ? share + anyway * factor[m] : std::max(share, anyway * factor[m]);
+    }
+    Vec highest{};
+    for (int64_t i = 0; i < stride; i += kLanes) {
+      const IntVec is_hidden = load<Vec>(scores + i) == kNone;
+      Vec mass{};
+      for (int64_t m = 0; m < call.queries; ++m) {
+        const Vec own = exp_negative(load<Vec>(scores + m * stride + i) - shift[m]) * factor[m];
+        mass = choice.is_mean ? mass + own : largest(mass, own);
+      }
+      mass = is_hidden ? splat(-1.0f) : mass;
+      highest = largest(highest, mass);
+      store(masses + i, mass);
+    }
+    most = largest(highest);
+  }
+
+  // Returns the number of units taken.
+  int64_t take() {
+    const int64_t room = choice.count, per_block = choice.block_units, *blocks = choice.blocks + b * choice.blocks_row;
+    int64_t taken = 0, *ids = choice.ids + pair * room, *slots = choice.slots + pair * room;
+    const int64_t wanted = std::min(room, count_from(masses, stride, 0));
+    const float missing = choice.top_p * (sum_from(masses, stride, 0) + share) - share;
+    if (!wanted || (choice.top_p && (missing <= 0.0f || most <= 0.0f))) return 0;
+    Threshold threshold = choice.top_p ? reaching_masses(masses, stride, missing, most)
+                                       : largest_masses(masses, stride, wanted, most);
+    each_between(masses, stride, threshold.least, std::numeric_limits<int32_t>::max(), [&](int64_t i) {
+      if (as_bits(masses[i]) == threshold.least && threshold.ties-- <= 0) return;
+      ids[taken] = per_block == 1 ? blocks[i] : blocks[i / per_block] * per_block + i % per_block;
+      if (choice.scores)
+        for (int64_t m = 0; m < call.queries; ++m)
+          choice.scores[(pair * call.queries + m) * room + taken] = scores[m * stride + i];
+      slots[taken++] = i * choice.unit;
+    });
+    return taken;
+  }
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void hf_kvcache_choose(Choice* given) {
+  const Choice& choice = *given;
+  const Call &attention = *choice.attention, &call = *choice.estimate;
+  const Segment& units = call.segments[0];
+  const int64_t pairs = call.rows * call.heads, splits = num_splits(units), stride = round_up(choice.num_units, kLanes);
+  const int64_t size = (call.queries + 1) * stride;  // scores, and masses of all queries together
+  const std::unique_ptr<float[]> scores(new float[pairs * size]);
+  std::vector<std::atomic<int64_t>> done(pairs);
+  std::vector<int64_t> taken(pairs);
+
+#pragma omp parallel num_threads(call.num_threads) if (call.num_threads > 1)
+  {
+    Scratch scratch(call), exact_scratch(attention);
+    Queries queries, exact_queries;
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t item = 0; item < pairs * splits; ++item) {
+      const int64_t pair = item / splits, begin = item % splits * split_length(units);
+      const int64_t stop = std::min(units.length, begin + split_length(units));
+      queries.move_to(call, pair);
+      const Matrix seen = Split(call, units, pair / call.heads, pair % call.heads, begin, stop, scratch)
+                              .seen_scores(queries.of(call, 0), queries.plain.data());
+      float* own = scores.get() + pair * size;
+      for (int64_t m = 0; m < call.queries; ++m) {
+        const float bias = choice.bias ? choice.bias[pair * call.queries + m] : 0.0f;
+        for (int64_t i = 0; i < stop - begin; ++i) own[m * stride + begin + i] = seen.at(m)[i] + bias;
+      }
+      if (done[pair].fetch_add(1) + 1 == splits)
+        taken[pair] = Chooser(choice, pair, own, exact_scratch, exact_queries).choose();
+    }
+  }
+  given->taken = *std::max_element(taken.begin(), taken.end());
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    std::fill(choice.ids + pair * choice.count + taken[pair], choice.ids + pair * choice.count + given->taken, 0);
+    std::fill(choice.slots + pair * choice.count + taken[pair], choice.slots + pair * choice.count + given->taken, -1);
+  }
+}
