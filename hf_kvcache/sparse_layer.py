@@ -16,8 +16,8 @@ from torch import nn
 from .attention import can_merge
 from .blocks import Arena, BlockTable
 from .blocks.gather import gather_units
-from .kernels import decode, native
-from .kernels.choose import Amount, Chosen, Units, chosen_segment, summary_segment
+from .kernels import decode, native, structs
+from .kernels.choose import ChosenCall, Units, UnitSinks, chosen_segment
 from .layer import LayerContext
 from .masks import as_float32, as_mask_for, restrict_mask, visible
 from .readers import ReadBudget, Reader
@@ -42,6 +42,15 @@ class SparseReadLayer(ReadingLayer):
     def __init__(self, context: LayerContext, *, name: str, reader: Reader, budget: ReadBudget):
         super().__init__(context, name=name, budget=budget)
         self.reader = reader
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._call: tuple[tuple, ChosenCall] | None = None  # of the last step, and what it depends on
+
+    def fork(self) -> "SparseReadLayer":
+        forked = super().fork()
+        forked._call = None
+        return forked
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -87,13 +96,13 @@ class SparseReadLayer(ReadingLayer):
 
     def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
         scaling = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1]) * scale
-        dims = [spec.dim for spec in self.table.arena.specs]
+        dims = _dims(self.table.arena)
         if can_merge(base, kwargs) and decode.can_serve(query, mask, dims) and native.library():
-            if (store := self.reader.stored_rows(self._estimated.arena.planes, dims[0])) is not None:
-                return self._attend_in_place(query, packed, store, mask, scale).to(query.dtype), None
-        selection = self._select(packed, mask)
+            if (call := self._chosen_call(query.shape[1])) is not None:
+                return self._attend_in_place(call, query, scaling, mask), None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
+        selection = self._select(packed * scale, mask)
         states = [
             state[:, :, : selection.length] for state in gather_units(self.table, selection.units, self.reader.unit)
         ]
@@ -105,28 +114,43 @@ class SparseReadLayer(ReadingLayer):
         """Where the reader's estimates come from."""
         return self.table if self.reader.reads_keys else self.summaries
 
-    def _attend_in_place(self, query, packed, store, mask, scale: float) -> torch.Tensor:
-        """Chosen and attended to by the decode kernel, where everything lies."""
-        arena, unit, size = self.table.arena, self.reader.unit, self.context.block_size
-        candidates = self._num_candidates()
-        segments = [*self._exact_segments(candidates), chosen_segment(arena.planes, _dims(arena), unit)]
-        prepared, bias = self.reader.prepare(packed, self.fitted)
-        estimated, count = self._estimated, candidates // unit
-        units = Units(
-            summary_segment(store, estimated.block_ids, size // unit, count, (estimated.arena.planes,)),
-            *(prepared, bias, unit, count, self.table.block_ids, size // unit),
-        )
-        chosen = Chosen(
-            decode.Call(query, segments, scaling=scale, mask=None if mask is None else as_float32(mask)),
-            units,
-            first_sink=self.first.slots if self.first.is_padded else None,
-            num_sinks=self.budget.num_sink_tokens,
-            sinks_are_apart=False,
-        )
-        amount = Amount(self._num_chosen(candidates), self.budget.top_p, self.budget.group == "mean")
-        output, slots = chosen.attend(amount, hides=mask is not None or self.first.is_padded)
-        self._count_read(slots.shape[2] * unit + sum(segment.struct.length for segment in segments[:-1]), candidates)
+    # --- a step by the decode kernel, which reads everything where it lies
+
+    def _attend_in_place(self, call: ChosenCall, query, scaling, mask) -> torch.Tensor:
+        output, _ = call.attend(query, scaling, None if mask is None else as_float32(mask))
+        self._count_read(call.read_length, self._num_candidates())
         return output
+
+    def _chosen_call(self, num_heads: int) -> ChosenCall | None:
+        """The call of this step: that of the last one, while what it points to is where it was."""
+        candidates, tables = self._num_candidates(), (self.table, self._estimated)
+        places = (*(t.block_ids.ctypes.data for t in tables), *(t.arena.planes[0].data_ptr() for t in tables))
+        places = (*places, *(constant.data_ptr() for constant in self.fitted))
+        key = (candidates, num_heads, *places, *(t.arena.num_blocks for t in tables), self.table.block_ids.shape)
+        if self._call is None or self._call[0] != key or self.first.is_padded:
+            call = self._new_chosen_call(candidates, num_heads)
+            self._call = None if call is None else (key, call)
+            return call
+        self._call[1].extend(1, self.seen - candidates)
+        return self._call[1]
+
+    def _new_chosen_call(self, candidates: int, num_heads: int) -> ChosenCall | None:
+        arena, estimated, unit = self.table.arena, self._estimated, self.reader.unit
+        dims, per_block, ids = _dims(arena), self.context.block_size // self.reader.unit, self.table.block_ids
+        estimate = self.reader.estimate(estimated.arena.planes, self.fitted, dims[0])
+        if estimate is None:
+            return None
+        structs.set_ids(estimate, estimated.block_ids)
+        count, budget = self._num_chosen(candidates), self.budget
+        return ChosenCall(
+            self._exact_segments(candidates),
+            chosen_segment(arena.planes, dims, unit),
+            estimate,
+            Units(unit, candidates // unit, ids, per_block, count, budget.top_p, budget.group == "mean"),
+            UnitSinks(self.first.slots if self.first.is_padded else None, budget.num_sink_tokens, False),
+            rows=self.batch_size,
+            num_heads=num_heads,
+        )
 
     def _exact_segments(self, candidates: int) -> list[decode.Segment]:
         """Sinks, and what follows the candidates, as they lie in blocks."""
@@ -138,8 +162,7 @@ class SparseReadLayer(ReadingLayer):
         )
         count = min(self._num_sink_units, candidates // unit)
         if not self.first.is_padded:
-            length = count * unit
-            return [decode.run_segment(arena.planes, ids[:, : -(-length // size)], _dims(arena), size, length=length), recent]
+            return [decode.run_segment(arena.planes, ids, _dims(arena), size, length=count * unit), recent]
         first = self.first.slots.numpy()[:, None]
         units = first // unit + np.arange(count)
         is_read = (units * unit < first + self.budget.num_sink_tokens) & (units < candidates // unit)
@@ -147,6 +170,7 @@ class SparseReadLayer(ReadingLayer):
         places = np.take_along_axis(ids, slots // size, axis=1) * (size // unit) + slots % size // unit
         slots = np.where(is_read, slots, -1)
         sinks = decode.run_segment(arena.planes, places, _dims(arena), unit, length=count * unit, slots=slots)
+        self._padded = (places, slots)  # alive until the next step
         return [sinks, recent]
 
     def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:

@@ -12,7 +12,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 import hf_kvcache
 from hf_kvcache import make_cache
 from hf_kvcache.block_layer import BlockLayer
-from hf_kvcache.kernels.choose import Chosen
 from hf_kvcache.readers.selection import Selection
 from hf_kvcache.sliding_layer import SlidingBlockLayer
 from hf_kvcache.sparse_layer import SparseReadLayer
@@ -33,7 +32,7 @@ class Oracle:
         self.model.set_attn_implementation(attention)
         self.is_eager = attention == "eager"
         self.in_place = 0  # steps by the decode kernel
-        select, attend_in_place, attend = SparseReadLayer._select, SparseReadLayer._attend_in_place, Chosen.attend
+        select, attend_in_place = SparseReadLayer._select, SparseReadLayer._attend_in_place
 
         def note(layer, selection):
             tokens = selection.columns(torch.arange(layer.seen).expand(layer.batch_size, 1, 1, -1))
@@ -47,26 +46,22 @@ class Oracle:
             note(layer, selection)
             return selection
 
-        def recording_in_place(layer, query, packed, store, mask, scale):
-            def recording_slots(chosen, amount, **given):
-                output, slots = attend(chosen, amount, **given)
-                unit = layer.reader.unit
-                always, _ = layer._always(layer._num_candidates() // unit)
-                rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
-                units = torch.cat([slots.clamp(min=0) // unit, always.units], dim=2)
-                is_read = torch.cat([slots >= 0, rest], dim=2)
-                length = always.length + slots.shape[2] * unit
-                note(layer, Selection(units, is_read, unit, length))
-                return output, slots
-
-            wanted = select(layer, packed, mask)
-            wanted_bytes, layer.read_bytes = layer.read_bytes, 0
-            note(layer, wanted)
-            wanted = self.read[layer.context.layer_idx]
+        def recording_in_place(layer, call, query, scaling, mask):
+            packed = query.view(query.shape[0], call.call.struct.heads, -1, query.shape[3]) * scaling
+            note(layer, select(layer, packed, mask))
+            wanted, wanted_bytes = self.read[layer.context.layer_idx], layer.read_bytes
+            found, attend = [], call.attend
             with monkeypatch.context() as patch:
-                patch.setattr(Chosen, "attend", recording_slots)
-                output = attend_in_place(layer, query, packed, store, mask, scale)
-            assert torch.equal(self.read[layer.context.layer_idx], wanted), "the kernel chooses as PyTorch does"
+                patch.setattr(call, "attend", lambda *args: found.append(attend(*args)) or found[0])
+                output = attend_in_place(layer, call, query, scaling, mask)
+            slots, unit = found[0][1], layer.reader.unit
+            always, _ = layer._always(layer._num_candidates() // unit)
+            rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
+            units = torch.cat([slots.clamp(min=0) // unit, always.units], dim=2)
+            is_read = torch.cat([slots >= 0, rest], dim=2)
+            note(layer, Selection(units, is_read, unit, always.length + slots.shape[2] * unit))
+            if query.dtype == torch.float32:
+                assert torch.equal(self.read[layer.context.layer_idx], wanted), "the kernel chooses as PyTorch does"
             assert layer.read_bytes == wanted_bytes
             self.in_place += 1
             return output

@@ -43,7 +43,7 @@ struct Segment {
 
 struct Call {
   int64_t rows, heads, queries, num_segments, num_threads;
-  const Segment* segments;
+  Segment* segments;
   const float* query;  // [rows, heads, queries, key dim]
   float scaling;
   int32_t mask_is_additive;
@@ -54,15 +54,26 @@ struct Call {
   float* output;  // [rows, heads, queries, value dim]
 };
 
+// How the queries that units are estimated with come from those of the attention.
+struct Estimate {
+  Store key;            // summaries, one a unit
+  const int64_t* ids;   // [rows, N]: where the summaries of each block of units lie
+  int64_t ids_row;
+  const float* query;   // [rows, heads, queries, dim], scaled, or null: the attention's own
+  const float* mean;    // [rows, heads, dim]: their product with a query is added to its scores, or null
+  float added, spread;  // added to all scores; of bounds
+  int32_t has_bounds;   // the key is the largest and the smallest value of each channel
+  int32_t rounds;       // queries are rotated as the key, then rounded to 8 bits
+};
+
 // Which units of tokens the last segment of `attention` reads: those of the largest estimated mass.
 struct Choice {
-  const Call* attention;  // all other segments are read anyway: what they have of the attention is left for no unit
-  const Call* estimate;   // one segment, whose keys are summaries with a query of their own; its tokens are units
-  const float* bias;      // [rows, heads, queries], added to the scores of all units, or null
-  int64_t unit, num_units;           // tokens a unit; units a row that are chosen from
-  const int64_t* first_sink;         // [rows]: slot, or null: 0
-  int64_t num_sinks, sinks_are_apart;  // units with sinks are not chosen; if sinks are stored apart, those with nothing else
-  const int64_t* blocks;             // [rows, N]: unit `i` lies at `blocks[i / block_units] * block_units + i % block_units`
+  Call* attention;  // all other segments are read anyway: what they have of the attention is left for no unit
+  Estimate estimate;
+  int64_t unit, num_units;             // tokens a unit; units a row that are chosen from
+  const int64_t* first_sink;           // [rows]: slot, or null: 0
+  int64_t num_sinks, sinks_are_apart;  // units with sinks are not chosen; if sinks are stored apart, those of sinks alone
+  const int64_t* blocks;   // [rows, N]: unit `i` lies at `blocks[i / block_units] * block_units + i % block_units`
   int64_t blocks_row, block_units;
   int64_t count, is_mean;  // units to choose, at most; query heads agree by the mean of their shares, else the largest
   double top_p;            // choose until what is read has this share of the estimated attention, or 0: choose `count`

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 
+#include "estimates.h"
 #include "queries.h"
 #include "select.h"
 #include "split.h"
@@ -140,9 +141,13 @@ class Chooser {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void hf_kvcache_choose(Choice* given) {
+extern "C" void hf_kvcache_decode(const Call* given);
+
+// Choose, and attend to what is read.
+extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* given) {
   const Choice& choice = *given;
-  const Call &attention = *choice.attention, &call = *choice.estimate;
+  const Estimates estimates(choice);
+  const Call &attention = *choice.attention, &call = estimates.call;
   const Segment& units = call.segments[0];
   const int64_t pairs = call.rows * call.heads, splits = num_splits(units), stride = round_up(choice.num_units, kLanes);
   const int64_t size = (call.queries + 1) * stride;  // scores, and masses of all queries together
@@ -163,16 +168,19 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_choose(Choice*
                               .seen_scores(queries.of(call, 0), queries.plain.data());
       float* own = scores.get() + pair * size;
       for (int64_t m = 0; m < call.queries; ++m) {
-        const float bias = choice.bias ? choice.bias[pair * call.queries + m] : 0.0f;
+        const float bias = estimates.bias[pair * call.queries + m];
         for (int64_t i = 0; i < stop - begin; ++i) own[m * stride + begin + i] = seen.at(m)[i] + bias;
       }
       if (done[pair].fetch_add(1) + 1 == splits)
         taken[pair] = Chooser(choice, pair, own, exact_scratch, exact_queries).choose();
     }
   }
-  given->taken = *std::max_element(taken.begin(), taken.end());
+  const int64_t most = given->taken = *std::max_element(taken.begin(), taken.end()), room = choice.count;
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    std::fill(choice.ids + pair * choice.count + taken[pair], choice.ids + pair * choice.count + given->taken, 0);
-    std::fill(choice.slots + pair * choice.count + taken[pair], choice.slots + pair * choice.count + given->taken, -1);
+    std::fill(choice.ids + pair * room + taken[pair], choice.ids + pair * room + most, 0);
+    std::fill(choice.slots + pair * room + taken[pair], choice.slots + pair * room + most, -1);
   }
+  Segment& chosen = choice.attention->segments[attention.num_segments - 1];
+  chosen.length = most * choice.unit;
+  hf_kvcache_decode(choice.attention);
 }

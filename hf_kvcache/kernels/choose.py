@@ -18,44 +18,36 @@ _NO_STOP = 2**62
 
 
 class Units(NamedTuple):
-    """What is chosen from.
+    """What is chosen from, and how much.
 
     Attributes:
-        segment: what estimates the units, one "token" each, by its keys alone.
-        query: float32 `[B, Hkv, G, dim]`: what the units are estimated with.
-        bias: float32 `[B, Hkv, G]`, added to all estimates, or None.
         unit: tokens a unit.
         length: units a row.
-        blocks: int64 `[B, N]`: where each block of units of a row lies.
+        blocks: int64 `[B, N]`: where each block of units of a row lies, as in the segment of the chosen units.
         block_units: units a block.
+        count: units that are chosen, at most.
+        top_p: choose until what is read has this share of the estimated attention; None: choose `count`.
+        is_mean: query heads agree by the mean of their shares; else by the largest.
     """
 
-    segment: Segment
-    query: torch.Tensor
-    bias: torch.Tensor | None
     unit: int
     length: int
     blocks: np.ndarray
     block_units: int
-
-
-class Amount(NamedTuple):
-    """`count` units at most; with `top_p`, until what is read has this share of the estimated attention.
-
-    Query heads agree by the mean of their shares, or by the largest.
-    """
-
     count: int
     top_p: float | None
     is_mean: bool
 
 
-def summary_segment(store: structs.Store, ids: np.ndarray, per_slot: int, length: int, alive: tuple) -> Segment:
-    """Keys alone, `per_slot` of them a slot of their planes; `ids` int64 `[B, N]` says where the slots lie."""
-    ids = np.ascontiguousarray(ids)
-    struct = structs.Segment(ids=ids.ctypes.data, ids_row=ids.shape[1], unit=per_slot, group_length=per_slot)
-    struct.key, struct.length, struct.stop = store, length, _NO_STOP
-    return Segment(struct, 1, (ids, *alive))
+class UnitSinks(NamedTuple):
+    """First slot of each row (int64 `[B]`, or None: 0) and number of the tokens that no unit is chosen for.
+
+    Where they are stored apart, units with other tokens besides may be chosen.
+    """
+
+    first_slot: torch.Tensor | None
+    count: int
+    are_apart: bool
 
 
 def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: int) -> Segment:
@@ -65,68 +57,80 @@ def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: in
     return Segment(struct, planes[0].shape[0], tuple(planes))
 
 
-class Chosen:
-    """Attention to what is read anyway and to the units that are chosen.
+class ChosenCall:
+    """Attention to what is read anyway and to the units that are chosen, ready for any number of queries.
+
+    It keeps nothing alive that segments and the estimate point into.
 
     Args:
-        call: all segments; the last one is that of the chosen units, without ids.
+        exact: what is read anyway.
+        chosen: where the units lie, without ids.
+        estimate: what units are estimated by.
         units: what is chosen from.
-        first_sink: int64 `[B]`, first slot of the sinks of each row, or None: 0.
-        num_sinks: no unit with one of them is chosen; with `sinks_are_apart`, none with nothing else.
+        unit_sinks: what is not chosen.
+        rows: of a query, and its heads.
+        sinks: as for `decode.attend`.
+        keeps_scores: the estimates of the chosen units, which are tokens, are their scores.
     """
 
     def __init__(
         self,
-        call: Call,
+        exact: Sequence[Segment],
+        chosen: Segment,
+        estimate: structs.Estimate,
         units: Units,
+        unit_sinks: UnitSinks,
         *,
-        first_sink: torch.Tensor | None,
-        num_sinks: int,
-        sinks_are_apart: bool,
+        rows: int,
+        num_heads: int,
+        sinks: tuple[torch.Tensor, int] | None = None,
+        keeps_scores: bool = False,
     ):
-        self.call, self.units = call, units
-        rows, heads, queries, dim = units.query.shape
-        self._query = units.query.float().contiguous()
-        self._segment = units.segment.struct
-        self._estimate = structs.Call(rows=rows, heads=heads, queries=queries, num_segments=1, scaling=1.0)
-        self._estimate.num_threads, self._estimate.query = call.struct.num_threads, self._query.data_ptr()
-        self._estimate.segments = ctypes.addressof(self._segment)
-        self.struct = struct = structs.Choice(unit=units.unit, num_units=units.length, num_sinks=num_sinks)
-        struct.attention, struct.estimate = ctypes.addressof(call.struct), ctypes.addressof(self._estimate)
-        if units.bias is not None:
-            self._bias = units.bias.float().contiguous()
-            struct.bias = self._bias.data_ptr()
-        if first_sink is not None:
-            struct.first_sink = first_sink.data_ptr()
-        struct.sinks_are_apart = sinks_are_apart
-        self._blocks = blocks = np.ascontiguousarray(units.blocks)
-        struct.blocks, struct.blocks_row, struct.block_units = blocks.ctypes.data, blocks.shape[1], units.block_units
+        self.call = Call([*exact, chosen], rows=rows, num_heads=num_heads, sinks=sinks)
+        self._exact_length = sum(segment.struct.length for segment in exact)
+        self._shape = (rows, self.call.struct.heads, units.count)
+        self._keeps_scores = keeps_scores
+        self._blocks = units.blocks
+        self._chosen = segment = self.call.segments[len(exact)]
+        segment.ids_row, segment.ids_head = self._shape[1] * units.count, units.count
+        self.struct = choice = structs.Choice(estimate=estimate, attention=ctypes.addressof(self.call.struct))
+        choice.unit, choice.num_units, choice.count = units.unit, units.length, units.count
+        choice.blocks, choice.blocks_row = units.blocks.ctypes.data, units.blocks.strides[0] // 8
+        choice.block_units, choice.top_p, choice.is_mean = units.block_units, units.top_p or 0.0, units.is_mean
+        choice.num_sinks, choice.sinks_are_apart = unit_sinks.count, unit_sinks.are_apart
+        if unit_sinks.first_slot is not None:
+            choice.first_sink = unit_sinks.first_slot.data_ptr()
+        # Whether a row may have fewer units than `count`, or sinks among those that are chosen.
+        self._is_uneven = units.top_p is not None or unit_sinks.first_slot is not None
 
-    def attend(self, amount: Amount, *, hides: bool, keeps_scores: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose and attend.
+    def extend(self, index: int, length: int) -> None:
+        """A segment that is read anyway has become `length` tokens long."""
+        segment = self.call.segments[index]
+        self._exact_length += length - segment.length
+        segment.length = length
 
-        Args:
-            amount: of units.
-            hides: whether a mask, sinks or a row with fewer units leave out some of what is chosen.
-            keeps_scores: the estimates of the chosen units, which are tokens, are their scores.
+    def attend(
+        self, query: torch.Tensor, scaling: float | None, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose and attend; arguments and errors as for `decode.attend`.
 
         Returns:
-            `[B, 1, Hq, Dv]` in float32, and the first slot of each chosen unit, int64 `[B, Hkv, K]`, -1 for none.
+            `[B, 1, Hq, Dv]` in the query's dtype, and the first slot of each unit, int64 `[B, Hkv, K]`, -1 for none.
         """
-        rows, heads, queries, _ = self.units.query.shape
-        struct, segment = self.struct, self.call.segments[len(self.call.segments) - 1]
-        struct.count, struct.top_p, struct.is_mean = amount.count, amount.top_p or 0.0, amount.is_mean
-        ids, slots = torch.empty(2, rows, heads, amount.count, dtype=torch.int64)
-        struct.ids, struct.slots = ids.data_ptr(), slots.data_ptr()
-        if keeps_scores:
-            scores = torch.empty(rows, heads, queries, amount.count)
-            struct.scores = segment.scores = scores.data_ptr()
-            segment.scores_row = amount.count
-        library = native.library()
-        library.hf_kvcache_choose(ctypes.byref(struct))
-        segment.ids, segment.ids_row, segment.ids_head = ids.data_ptr(), heads * amount.count, amount.count
-        segment.length = struct.taken * self.units.unit
-        if hides or amount.top_p is not None:
-            segment.slots = slots.data_ptr()
-        library.hf_kvcache_decode(ctypes.byref(self.call.struct))
-        return self.call.output, slots[..., : struct.taken]
+        self.call.take(query, scaling, mask)
+        choice, segment = self.struct, self._chosen
+        found = torch.empty(2, *self._shape, dtype=torch.int64)
+        choice.ids = segment.ids = found.data_ptr()
+        choice.slots = choice.ids + found.stride(0) * 8
+        segment.slots = choice.slots if mask is not None or self._is_uneven else None
+        if self._keeps_scores:
+            scores = torch.empty(*self._shape[:2], self.call.struct.queries, self._shape[2])
+            choice.scores = segment.scores = scores.data_ptr()
+            segment.scores_row = self._shape[2]
+        native.library().hf_kvcache_read(ctypes.byref(choice))
+        return self.call.output.to(query.dtype), found[1, :, :, : choice.taken]
+
+    @property
+    def read_length(self) -> int:
+        """Tokens that each row and head has read in the last run, units that do not count included."""
+        return self._exact_length + self.struct.taken * self.struct.unit

@@ -167,42 +167,52 @@ def attend(
     Raises:
         ValueError: if the mask has too few rows or slots.
     """
-    call = Call(query, segments, scaling=scaling, mask=mask, sinks=sinks)
+    call = Call(segments, rows=query.shape[0], num_heads=query.shape[1], sinks=sinks)
+    call.take(query, scaling, mask)
     native.library().hf_kvcache_decode(ctypes.byref(call.struct))
     return call.output.to(query.dtype)
 
 
 class Call:
-    """What the kernel is called with, and the tensors that it points into; arguments and errors as for `attend`."""
+    """What the kernel is called with: what is the same for every query, then a query (`take`).
+
+    It keeps nothing alive that segments point into.
+    """
 
     def __init__(
         self,
-        query: torch.Tensor,
         segments: Sequence[Segment],
         *,
-        scaling: float | None,
-        mask: torch.Tensor | None = None,
+        rows: int,
+        num_heads: int,
         sinks: tuple[torch.Tensor, int] | None = None,
     ):
-        rows, heads, _, dim = query.shape
-        self.query = query.detach().float().contiguous()
         self.segments = (structs.Segment * len(segments))(*(segment.struct for segment in segments))
-        self.output = torch.empty(rows, 1, heads, self.segments[0].value.dim)
         kv_heads = segments[0].num_heads
-        self.struct = call = structs.Call(
-            rows=rows, heads=kv_heads, queries=heads // kv_heads, num_segments=len(segments)
+        self.struct = structs.Call(
+            rows=rows, heads=kv_heads, queries=num_heads // kv_heads, num_segments=len(segments)
         )
-        call.num_threads, call.scaling = torch.get_num_threads(), dim**-0.5 if scaling is None else scaling
-        call.segments = ctypes.addressof(self.segments)
-        call.query, call.output = self.query.data_ptr(), self.output.data_ptr()
-        if mask is not None:
-            self._set_mask(mask, max(min(s.struct.slot + s.struct.length, s.struct.stop) for s in segments))
+        self.struct.segments = ctypes.addressof(self.segments)
+        self._shape = (rows, 1, num_heads, self.segments[0].value.dim)
         if sinks is not None:
-            call.sinks, call.num_sinks = sinks[0].data_ptr(), sinks[1]
-        self._alive = (segments, sinks)
+            self.struct.sinks, self.struct.num_sinks = sinks[0].data_ptr(), sinks[1]
 
-    def _set_mask(self, mask: torch.Tensor, slots: int) -> None:
+    def take(self, query: torch.Tensor, scaling: float | None, mask: torch.Tensor | None) -> None:
+        """The query, mask and output of the next run; arguments and errors as for `attend`."""
         call = self.struct
+        self.query, self.mask = query.detach().float().contiguous(), None
+        self.output = torch.empty(self._shape)
+        call.query, call.output = self.query.data_ptr(), self.output.data_ptr()
+        call.num_threads = torch.get_num_threads()
+        call.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if mask is None:
+            call.mask = None
+        else:
+            self._take_mask(mask)
+
+    def _take_mask(self, mask: torch.Tensor) -> None:
+        call = self.struct
+        slots = max(min(segment.slot + segment.length, segment.stop) for segment in self.segments)
         if mask.shape[0] not in (1, call.rows) or mask.shape[-1] < slots:
             raise ValueError(
                 f"the attention mask {tuple(mask.shape)} does not cover {call.rows} rows of {slots} tokens: give a "

@@ -57,9 +57,21 @@ class Call(ctypes.Structure):
     ]
 
 
+class Estimate(ctypes.Structure):
+    _fields_ = [
+        ("key", Store),
+        ("ids", ctypes.c_void_p),
+        ("ids_row", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("query", "mean")),
+        *((name, ctypes.c_float) for name in ("added", "spread")),
+        *((name, ctypes.c_int32) for name in ("has_bounds", "rounds")),
+    ]
+
+
 class Choice(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("attention", "estimate", "bias")),
+        ("attention", ctypes.c_void_p),
+        ("estimate", Estimate),
         *((name, ctypes.c_int64) for name in ("unit", "num_units")),
         ("first_sink", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_sinks", "sinks_are_apart")),
@@ -71,7 +83,7 @@ class Choice(ctypes.Structure):
     ]
 
 
-def set_ids(segment: Segment, ids: np.ndarray) -> None:
+def set_ids(segment: Segment | Estimate, ids: np.ndarray) -> None:
     """Say where the units of each row lie: int64 `[B, K]`, which must stay alive; rows may lie apart."""
     assert ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
     segment.ids, segment.ids_row = ids.ctypes.data, ids.strides[0] // 8
@@ -94,13 +106,14 @@ def run_store(plane: torch.Tensor, dim: int, unit: int) -> Store:
     return store
 
 
-def index_store(codes: torch.Tensor, scale: torch.Tensor, dim: int, unit: int) -> Store:
-    """2-bit codes and float16 scales of `unit` tokens a slot, `[H, slots, unit * dim / 4]` and `[H, slots, unit]`."""
+def index_store(codes: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor, unit: int) -> Store:
+    """2-bit codes and float16 scales of `unit` tokens a slot, `[H, slots, unit * D / 4]` and `[H, slots, unit]`."""
+    dim = len(rotation)
     is_bytewise = dim in _INDEX_DIMS
     store = Store(form=_FORMS["index" if is_bytewise else "codes"], bits=2, dim=dim, block=dim, stride=dim // 4)
     store.codes = Plane(codes.data_ptr(), 0, codes.stride(0), unit * dim // 4)
     store.scale = Plane(scale.data_ptr(), 0, scale.stride(0) * 2, unit * 2)
-    store.table = _INDEX_LEVELS.data_ptr()
+    store.table, store.rotation = _INDEX_LEVELS.data_ptr(), rotation.data_ptr()
     return store
 
 

@@ -48,10 +48,13 @@ class Reader(ABC):
         """What stands for the key of each unit, `[B, Hkv, units, dim]`."""
         return summaries[0]
 
-    def stored_rows(self, planes: list[torch.Tensor], head_dim: int) -> structs.Store | None:
-        """`rows` for the decode kernel, where they lie in the arena's `planes` `[H, slots, *]`; None: it has no form.
+    def estimate(
+        self, planes: list[torch.Tensor], fitted: list[torch.Tensor], head_dim: int
+    ) -> structs.Estimate | None:
+        """What `scores` does, for the decode kernel; None: it has no words for it.
 
-        The planes are those of `planes()`; with `reads_keys`, the layer's own.
+        Args:
+            planes: `[H, slots, *]`, those of the arena of the summaries; with `reads_keys`, the layer's own.
         """
         return None
 

@@ -7,7 +7,6 @@ model's dtype instead of 4 bits.
 """
 
 from ..blocks.arena import Plane
-from ..kernels import structs
 from .base import Reader
 
 
@@ -41,7 +40,3 @@ class DoubleSparsity(Reader):
 
     def rows(self, summaries):
         return summaries[0].unflatten(3, (self.block_size, -1)).flatten(2, 3)
-
-    def stored_rows(self, planes, head_dim):
-        dim = min(self.num_channels, head_dim)
-        return None if dim % 16 else structs.run_store(planes[0], dim, self.block_size)

@@ -29,5 +29,5 @@ class PageMean(Reader):
     def prepare(self, query, fitted):
         return query, query.new_full(query.shape[:3], math.log(self.block_size), dtype=torch.float32)
 
-    def stored_rows(self, planes, head_dim):
-        return structs.run_store(planes[0], head_dim, 1)
+    def estimate(self, planes, fitted, head_dim):
+        return structs.Estimate(key=structs.run_store(planes[0], head_dim, 1), added=math.log(self.block_size))

@@ -39,5 +39,6 @@ class Quest(Reader):
         middle, reach = query / 2, query.abs() * (self.spread / 2)
         return torch.cat([middle + reach, middle - reach], dim=-1), None  # times the largest, the smallest
 
-    def stored_rows(self, planes, head_dim):
-        return structs.run_store(planes[0], 2 * head_dim, 1)
+    def estimate(self, planes, fitted, head_dim):
+        key = structs.run_store(planes[0], 2 * head_dim, 1)
+        return structs.Estimate(key=key, has_bounds=True, spread=self.spread)

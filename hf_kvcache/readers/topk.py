@@ -19,8 +19,7 @@ class TopK(Reader):
     def summarise(self, keys, fitted):
         return []
 
-    def stored_rows(self, planes, head_dim):
-        return structs.run_store(planes[0], head_dim, self.block_size)
-
+    def estimate(self, planes, fitted, head_dim):
+        return structs.Estimate(key=structs.run_store(planes[0], head_dim, self.block_size))
     def read_bytes(self, planes, blocks):
         return super().read_bytes(planes[:1], blocks) * self.block_size
