@@ -45,7 +45,7 @@ class SparseReadLayer(ReadingLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        self._call: tuple[tuple, ChosenCall] | None = None  # of the last step, and what it depends on
+        self._call: tuple[tuple, ChosenCall | None] | None = None  # of the last step, and what it depends on
 
     def fork(self) -> "SparseReadLayer":
         forked = super().fork()
@@ -118,20 +118,17 @@ class SparseReadLayer(ReadingLayer):
 
     def _attend_in_place(self, call: ChosenCall, query, scaling, mask) -> torch.Tensor:
         output, _ = call.attend(query, scaling, None if mask is None else as_float32(mask))
-        self._count_read(call.read_length, self._num_candidates())
+        self._count_read(call.read_length)
         return output
 
     def _chosen_call(self, num_heads: int) -> ChosenCall | None:
         """The call of this step: that of the last one, while what it points to is where it was."""
-        candidates, tables = self._num_candidates(), (self.table, self._estimated)
-        places = (*(t.block_ids.ctypes.data for t in tables), *(t.arena.planes[0].data_ptr() for t in tables))
-        places = (*places, *(constant.data_ptr() for constant in self.fitted))
-        key = (candidates, num_heads, *places, *(t.arena.num_blocks for t in tables), self.table.block_ids.shape)
+        candidates = self._num_candidates()
+        key = (candidates, num_heads, self.table.version, self._estimated.version)
         if self._call is None or self._call[0] != key or self.first.is_padded:
-            call = self._new_chosen_call(candidates, num_heads)
-            self._call = None if call is None else (key, call)
-            return call
-        self._call[1].extend(1, self.seen - candidates)
+            self._call = (key, self._new_chosen_call(candidates, num_heads))
+        elif self._call[1] is not None:
+            self._call[1].extend(1, self.seen - candidates)
         return self._call[1]
 
     def _new_chosen_call(self, candidates: int, num_heads: int) -> ChosenCall | None:
@@ -198,7 +195,7 @@ class SparseReadLayer(ReadingLayer):
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), self._num_chosen(candidates))
         units = torch.cat([chosen, always.units], dim=2)
         length = chosen.shape[2] * unit + always.length
-        self._count_read(length, candidates)
+        self._count_read(length)
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
@@ -211,11 +208,11 @@ class SparseReadLayer(ReadingLayer):
         unit = self.reader.unit
         return max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
 
-    def _count_read(self, length: int, candidates: int) -> None:
-        """Note that each row and head read `length` tokens, chosen from `candidates`."""
+    def _count_read(self, length: int) -> None:
+        """Note that each row and head has read `length` tokens of all that it could choose from."""
         arena, size = self.table.arena, self.context.block_size
-        read = arena.block_bytes // size * length + self.reader.read_bytes(self._estimated.arena.specs, candidates // size)
-        self.read_bytes = self.batch_size * read
+        scored = self.reader.read_bytes(self._estimated.arena.specs, self._num_candidates() // size)
+        self.read_bytes = self.batch_size * (arena.block_bytes // size * length + scored)
 
     @property
     def _num_sink_units(self) -> int:

@@ -15,7 +15,8 @@ class Chooser {
  public:
   Chooser(const Choice& choice, int64_t pair, float* scores, Scratch& scratch, Queries& queries)
       : choice(choice), call(*choice.attention), pair(pair), b(pair / call.heads), h(pair % call.heads),
-        stride(round_up(choice.num_units, kLanes)), scores(scores), masses(scores + call.queries * stride),
+        stride(round_up(choice.num_units, kLanes)), scores(scores), powers(choice.scores ? scores + call.queries * stride : scores),
+        masses(powers + call.queries * stride),
         scratch(scratch), queries(queries), exact(call.queries, kNone) {}
 
   // Returns the number of units taken.
@@ -30,10 +31,11 @@ class Chooser {
   const Choice& choice;
   const Call& call;
   const int64_t pair, b, h, stride;
-  float *scores, *masses;  // [queries][stride], [stride]
+  float *scores, *powers, *masses;  // [queries][stride], the same or in the same place, [stride]
   Scratch& scratch;
   Queries& queries;
-  std::vector<float> exact;  // log-sum-exp of what is read anyway, for each query
+  std::vector<int64_t> hidden;  // units
+  std::vector<float> exact;     // log-sum-exp of what is read anyway, for each query
   float most = 0.0f, share = 0.0f;  // the largest mass; the share of what is read anyway
 
   void score_exact() {
@@ -68,18 +70,14 @@ class Chooser {
   // Units that must not be chosen: of sinks, and those of which nothing is seen. And what fills the last vector.
   void hide() {
     const int64_t slot = choice.first_sink ? choice.first_sink[b] : 0, unit = choice.unit, end = slot + choice.num_sinks;
-    int64_t from = choice.sinks_are_apart ? (slot + unit - 1) / unit : slot / unit;
-    int64_t to = choice.sinks_are_apart ? end / unit : (end + unit - 1) / unit;
-    if (!choice.num_sinks) from = to = 0;
-    for (int64_t m = 0; m < call.queries; ++m) {
-      float* row = scores + m * stride;
-      std::fill(row + choice.num_units, row + stride, kNone);
-      for (int64_t i = std::min(from, choice.num_units); i < std::min(to, choice.num_units); ++i) row[i] = kNone;
-    }
-    if (!call.mask) return;
-    for (int64_t i = 0; i < choice.num_units; ++i)
-      if (!is_seen(i * unit))
-        for (int64_t m = 0; m < call.queries; ++m) scores[m * stride + i] = kNone;
+    const int64_t from = choice.sinks_are_apart ? (slot + unit - 1) / unit : slot / unit;
+    const int64_t to = choice.sinks_are_apart ? end / unit : (end + unit - 1) / unit;
+    for (int64_t i = from; choice.num_sinks && i < std::min(to, choice.num_units); ++i) hidden.push_back(i);
+    for (int64_t i = choice.num_units; i < stride; ++i) hidden.push_back(i);
+    for (int64_t i = 0; call.mask && i < choice.num_units; ++i)
+      if (!is_seen(i * unit)) hidden.push_back(i);
+    for (int64_t m = 0; m < call.queries; ++m)
+      for (int64_t i : hidden) scores[m * stride + i] = kNone;
   }
 
   bool is_seen(int64_t slot) const {
@@ -93,29 +91,38 @@ class Chooser {
 
   // Shares of the attention by these estimates; -1 for what must not be chosen.
   void mass() {
-    std::vector<float> shift(call.queries), factor(call.queries);
+    std::vector<float> factor(call.queries);
     for (int64_t m = 0; m < call.queries; ++m) {
-      const float* row = scores + m * stride;
-      shift[m] = std::max(exact[m], highest_of(row, stride));
-      if (shift[m] == kNone) shift[m] = 0.0f;
-      const float anyway = exact[m] == kNone ? 0.0f : std::exp(exact[m] - shift[m]);
-      factor[m] = 1.0f / std::max(anyway + total_of(row, stride, shift[m]), std::numeric_limits<float>::min());
-      if (choice.is_mean) factor[m] /= call.queries;
+      float shift = std::max(exact[m], highest_of(scores + m * stride, stride));
+      if (shift == kNone) shift = 0.0f;
+      const float anyway = exact[m] == kNone ? 0.0f : std::exp(exact[m] - shift);
+      const float total = anyway + exponentials(m, shift);
+      factor[m] = 1.0f / std::max(choice.is_mean ? total * call.queries : total, std::numeric_limits<float>::min());
       share = choice.is_mean ? share + anyway * factor[m] : std::max(share, anyway * factor[m]);
     }
     Vec highest{};
     for (int64_t i = 0; i < stride; i += kLanes) {
-      const IntVec is_hidden = load<Vec>(scores + i) == kNone;
       Vec mass{};
       for (int64_t m = 0; m < call.queries; ++m) {
-        const Vec own = exp_negative(load<Vec>(scores + m * stride + i) - shift[m]) * factor[m];
+        const Vec own = load<Vec>(powers + m * stride + i) * factor[m];
         mass = choice.is_mean ? mass + own : largest(mass, own);
       }
-      mass = is_hidden ? splat(-1.0f) : mass;
       highest = largest(highest, mass);
       store(masses + i, mass);
     }
+    for (int64_t i : hidden) masses[i] = -1.0f;
     most = largest(highest);
+  }
+
+  // The exponentials of a query's scores less `shift`, and their sum.
+  float exponentials(int64_t m, float shift) {
+    Vec total{};
+    for (int64_t i = 0; i < stride; i += kLanes) {
+      const Vec power = exp_negative(load<Vec>(scores + m * stride + i) - shift);
+      store(powers + m * stride + i, power);
+      total += power;
+    }
+    return sum(total);
   }
 
   // Returns the number of units taken.
@@ -150,7 +157,8 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
   const Call &attention = *choice.attention, &call = estimates.call;
   const Segment& units = call.segments[0];
   const int64_t pairs = call.rows * call.heads, splits = num_splits(units), stride = round_up(choice.num_units, kLanes);
-  const int64_t size = (call.queries + 1) * stride;  // scores, and masses of all queries together
+  // Scores, what comes of them, and masses of all queries together.
+  const int64_t size = (call.queries * (choice.scores ? 2 : 1) + 1) * stride;
   const std::unique_ptr<float[]> scores(new float[pairs * size]);
   std::vector<std::atomic<int64_t>> done(pairs);
   std::vector<int64_t> taken(pairs);

@@ -1,6 +1,7 @@
 // Which of many masses are the largest.
 #pragma once
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "vec.h"
@@ -47,36 +48,49 @@ struct Threshold {
   int64_t ties;
 };
 
-// The threshold in [low, high) bits: `is_enough(bits)` says whether the masses from there on are. A search by halves,
-// until so few masses are left that they can be sorted: `rest(left, high)` finds it among them, the largest first.
-template <class IsEnough, class Rest>
-Threshold search(const float* masses, int64_t count, int32_t low, int32_t high, IsEnough is_enough, Rest rest) {
-  constexpr int64_t kFew = 1024;
-  while (high - low > 1 && count_from(masses, count, low) - count_from(masses, count, high) > kFew) {
+// The threshold of the masses that together are `wanted`, by `amount(bits)` of those from there on: a search by halves,
+// until so few masses are left that they are looked at one by one. `rest(left, above)` puts the threshold at `left[n - 1]`
+// after `n - 1` that are not smaller, and returns `n`; `above` is the amount of the masses above those.
+template <class Amount, class Rest>
+Threshold search(const float* masses, int64_t count, int32_t low, float most, float wanted, Amount amount, Rest rest) {
+  constexpr int kHalvings = 3, kFew = 1024;  // a count of what is left costs as much as a halving
+  int32_t high = as_bits(most) + 1;
+  float above = 0.0f;
+  int64_t few = count;
+  for (int round = 0; high - low > 1 && few > kFew; ++round) {
     const int32_t middle = low + (high - low) / 2;
-    (is_enough(middle) ? low : high) = middle;
+    const float reached = amount(middle);
+    if (reached >= wanted) {
+      low = middle;
+    } else {
+      high = middle;
+      above = reached;
+    }
+    if (round % kHalvings == kHalvings - 1) few = count_from(masses, count, low) - count_from(masses, count, high);
   }
   std::vector<int32_t> left;
+  left.reserve(2 * kFew);
   each_between(masses, count, low, high, [&](int64_t i) { left.push_back(as_bits(masses[i])); });
-  std::sort(left.begin(), left.end(), std::greater<int32_t>());
-  const int64_t taken = rest(left, high);
+  const int64_t taken = rest(left, above);
   const int32_t least = left[taken - 1];
-  return {least, taken - (std::lower_bound(left.begin(), left.end(), least, std::greater<int32_t>()) - left.begin())};
+  return {least, std::count(left.begin(), left.begin() + taken, least)};
 }
 
 // The `wanted` largest of masses, of which as many at least are not less than 0.
 inline Threshold largest_masses(const float* masses, int64_t count, int64_t wanted, float most) {
-  const auto is_enough = [&](int32_t bits) { return count_from(masses, count, bits) >= wanted; };
-  return search(masses, count, 0, as_bits(most) + 1, is_enough, [&](const std::vector<int32_t>&, int32_t high) {
-    return wanted - count_from(masses, count, high);
+  const auto amount = [&](int32_t bits) { return (float)count_from(masses, count, bits); };
+  return search(masses, count, 0, most, (float)wanted, amount, [&](std::vector<int32_t>& left, float above) {
+    const int64_t taken = wanted - (int64_t)above;
+    std::nth_element(left.begin(), left.begin() + (taken - 1), left.end(), std::greater<int32_t>());
+    return taken;
   });
 }
 
 // The largest masses that together reach `missing`, more than 0, or all that are more than 0, of which there are some.
 inline Threshold reaching_masses(const float* masses, int64_t count, float missing, float most) {
-  const auto is_enough = [&](int32_t bits) { return sum_from(masses, count, bits) >= missing; };
-  return search(masses, count, 1, as_bits(most) + 1, is_enough, [&](const std::vector<int32_t>& left, int32_t high) {
-    float reached = sum_from(masses, count, high);
+  const auto amount = [&](int32_t bits) { return sum_from(masses, count, bits); };
+  return search(masses, count, 1, most, missing, amount, [&](std::vector<int32_t>& left, float reached) {
+    std::sort(left.begin(), left.end(), std::greater<int32_t>());
     int64_t taken = 0;
     while (taken < (int64_t)left.size() && (!taken || reached < missing)) {
       float mass;

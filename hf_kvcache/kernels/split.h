@@ -15,6 +15,7 @@ class Split {
   // `query` and `plain` are the scaled queries [queries][dim], rotated as the keys are and not.
   // Writes [queries][value dim] to `output`, and the log-sum-exps.
   void attend(const float* query, const float* plain, float* output, float* logsumexp) {
+    prefetch();
     score(query, plain);
     hide();
     for (int64_t m = 0; m < call.queries; ++m) logsumexp[m] = softmax(scores.at(m));
@@ -52,6 +53,21 @@ class Split {
       while (joins && next * unit < length && ids[next] == ids[next - 1] + 1) ++next;
       const int64_t count = std::min(next * unit, length) - i * unit;
       run({ids[i] / per_group, ids[i] % per_group * unit, i * unit, (int)count, nullptr});
+    }
+  }
+
+  // Chosen units lie apart, where no machine foresees the next one.
+  void prefetch() const {
+    const int64_t *ids = segment.of(segment.ids, b, h), per_group = ids ? segment.group_length / segment.unit : 1;
+    if (!ids) return;
+    for (const Store* store : {&segment.key, &segment.value}) {
+      if (store == &segment.key && segment.scores) continue;
+      const int64_t rows = store->is_columns ? store->dim : segment.unit;
+      for (int64_t i = begin / segment.unit; i * segment.unit < stop; ++i) {
+        const int64_t first = store->is_columns ? 0 : ids[i] % per_group * segment.unit;
+        const uint8_t* bytes = store->codes.at(b, h, ids[i] / per_group) + first * store->stride;
+        for (int64_t line = 0; line < rows * store->stride; line += 64) __builtin_prefetch(bytes + line, 0, 2);
+      }
     }
   }
 

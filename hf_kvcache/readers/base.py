@@ -10,6 +10,14 @@ from ..blocks.arena import Plane
 from ..kernels import structs
 
 
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def to_float16(summaries: torch.Tensor) -> torch.Tensor:
+    """Summaries in 16 bits, of any dtype: a rounding far below what they leave out of the keys."""
+    return summaries.clamp(-_LARGEST, _LARGEST).half()
+
+
 class Reader(ABC):
     """Estimates attention scores without reading the keys. Each subclass names its paper and where it differs.
 
@@ -69,7 +77,7 @@ class Reader(ABC):
             `[B, Hkv, G, units]`, float32.
         """
         prepared, bias = self.prepare(query, fitted)
-        scores = few_products(prepared, self.rows(summaries))
+        scores = few_products(prepared.float(), self.rows(summaries).float())
         return scores if bias is None else scores.add_(bias.unsqueeze(-1))
 
     def read_bytes(self, planes: Sequence[Plane], blocks: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from ..blocks.arena import Plane
 from ..kernels import structs
-from .base import Reader
+from .base import Reader, to_float16
 
 
 class PageMean(Reader):
@@ -21,10 +21,10 @@ class PageMean(Reader):
         self.unit = block_size
 
     def planes(self, num_heads, head_dim, dtype):
-        return (Plane(num_heads, head_dim, dtype),)
+        return (Plane(num_heads, head_dim, torch.float16),)
 
     def summarise(self, keys, fitted):
-        return [keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3).to(keys.dtype)]
+        return [to_float16(keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3))]
 
     def prepare(self, query, fitted):
         return query, query.new_full(query.shape[:3], math.log(self.block_size), dtype=torch.float32)

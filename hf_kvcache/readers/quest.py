@@ -12,7 +12,7 @@ import torch
 
 from ..blocks.arena import Plane
 from ..kernels import structs
-from .base import Reader
+from .base import Reader, to_float16
 
 
 class Quest(Reader):
@@ -29,11 +29,11 @@ class Quest(Reader):
         self.spread = spread
 
     def planes(self, num_heads, head_dim, dtype):
-        return (Plane(num_heads, 2 * head_dim, dtype),)
+        return (Plane(num_heads, 2 * head_dim, torch.float16),)
 
     def summarise(self, keys, fitted):
         blocks = keys.unflatten(2, (-1, self.block_size))
-        return [torch.cat([blocks.amax(dim=3), blocks.amin(dim=3)], dim=-1)]
+        return [to_float16(torch.cat([blocks.amax(dim=3), blocks.amin(dim=3)], dim=-1))]
 
     def prepare(self, query, fitted):
         middle, reach = query / 2, query.abs() * (self.spread / 2)
