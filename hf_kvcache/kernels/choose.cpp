@@ -127,21 +127,27 @@ class Chooser {
 
   // Returns the number of units taken.
   int64_t take() {
-    const int64_t room = choice.count, per_block = choice.block_units, *blocks = choice.blocks + b * choice.blocks_row;
-    int64_t taken = 0, *ids = choice.ids + pair * room, *slots = choice.slots + pair * room;
-    const int64_t wanted = std::min(room, count_from(masses, stride, 0));
-    const float missing = choice.top_p * (sum_from(masses, stride, 0) + share) - share;
-    if (!wanted || (choice.top_p && (missing <= 0.0f || most <= 0.0f))) return 0;
-    Threshold threshold = choice.top_p ? reaching_masses(masses, stride, missing, most)
-                                       : largest_masses(masses, stride, wanted, most);
-    each_between(masses, stride, threshold.least, std::numeric_limits<int32_t>::max(), [&](int64_t i) {
-      if (as_bits(masses[i]) == threshold.least && threshold.ties-- <= 0) return;
-      ids[taken] = per_block == 1 ? blocks[i] : blocks[i / per_block] * per_block + i % per_block;
+    const int64_t room = choice.count, wanted = std::min(room, count_from(masses, stride, 0));
+    if (!wanted || (choice.top_p && most <= 0.0f)) return 0;
+    Threshold threshold;
+    if (choice.top_p) {
+      const float missing = choice.top_p * (sum_from(masses, stride, 0) + share) - share;
+      if (missing <= 0.0f) return 0;
+      threshold = reaching_masses(masses, stride, missing, most);
+    } else {
+      threshold = largest_masses(masses, stride, wanted, most);
+    }
+    const int64_t per_block = choice.block_units, *blocks = choice.blocks + b * choice.blocks_row;
+    int64_t taken = 0, *ids = choice.ids + pair * room, *slots = choice.slots + pair * room, block = 0;
+    for (int32_t i : places_between(masses, stride, threshold.least, std::numeric_limits<int32_t>::max())) {
+      if (as_bits(masses[i]) == threshold.least && threshold.ties-- <= 0) continue;
+      while ((block + 1) * per_block <= i) ++block;
+      ids[taken] = blocks[block] * per_block + i - block * per_block;
       if (choice.scores)
         for (int64_t m = 0; m < call.queries; ++m)
           choice.scores[(pair * call.queries + m) * room + taken] = scores[m * stride + i];
       slots[taken++] = i * choice.unit;
-    });
+    }
     return taken;
   }
 };

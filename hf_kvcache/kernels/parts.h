@@ -8,6 +8,7 @@
 #include "products.h"
 
 constexpr int kSplit = 512;  // tokens of a split, as near as units allow
+constexpr int kTouched = 1024;  // bytes of a unit that are worth a look ahead
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // What a thread works in.

@@ -1,7 +1,7 @@
 // Which of many masses are the largest.
 #pragma once
 #include <algorithm>
-#include <functional>
+#include <cmath>
 #include <vector>
 
 #include "vec.h"
@@ -22,14 +22,16 @@ inline int64_t count_from(const float* masses, int64_t count, int32_t least) {
   return sum;
 }
 
-// Runs `found(index)` on each mass of bits in [least, stop), in order.
-template <class Found>
-void each_between(const float* masses, int64_t count, int32_t least, int32_t stop, Found found) {
+// The places of the masses of bits in [least, stop), in order.
+inline std::vector<int32_t> places_between(const float* masses, int64_t count, int32_t least, int32_t stop) {
+  std::vector<int32_t> places(count_from(masses, count, least) - count_from(masses, count, stop) + kLanes);
+  int32_t* next = places.data();
   for (int64_t i = 0; i < count; i += kLanes) {
     const IntVec bits = load<IntVec>(masses + i);
-    for (uint32_t lanes = bits_of((bits >= least) & (bits < stop)); lanes; lanes &= lanes - 1)
-      found(i + __builtin_ctz(lanes));
+    next = store_lanes(next, (int32_t)i, (bits >= least) & (bits < stop));
   }
+  places.resize(next - places.data());
+  return places;
 }
 
 // The sum of the masses that have bits of at least `least`.
@@ -48,55 +50,57 @@ struct Threshold {
   int64_t ties;
 };
 
-// The threshold of the masses that together are `wanted`, by `amount(bits)` of those from there on: a search by halves,
-// until so few masses are left that they are looked at one by one. `rest(left, above)` puts the threshold at `left[n - 1]`
-// after `n - 1` that are not smaller, and returns `n`; `above` is the amount of the masses above those.
-template <class Amount, class Rest>
-Threshold search(const float* masses, int64_t count, int32_t low, float most, float wanted, Amount amount, Rest rest) {
-  constexpr int kHalvings = 3, kFew = 1024;  // a count of what is left costs as much as a halving
-  int32_t high = as_bits(most) + 1;
-  float above = 0.0f;
-  int64_t few = count;
-  for (int round = 0; high - low > 1 && few > kFew; ++round) {
+// The largest bits in [low, high) for which `is_enough(bits)` holds, as it does for `low` and all between.
+template <class IsEnough>
+int32_t last_enough(int32_t low, int32_t high, IsEnough is_enough) {
+  while (high - low > 1) {
     const int32_t middle = low + (high - low) / 2;
-    const float reached = amount(middle);
-    if (reached >= wanted) {
-      low = middle;
-    } else {
-      high = middle;
-      above = reached;
-    }
-    if (round % kHalvings == kHalvings - 1) few = count_from(masses, count, low) - count_from(masses, count, high);
+    (is_enough(middle) ? low : high) = middle;
   }
-  std::vector<int32_t> left;
-  left.reserve(2 * kFew);
-  each_between(masses, count, low, high, [&](int64_t i) { left.push_back(as_bits(masses[i])); });
-  const int64_t taken = rest(left, above);
-  const int32_t least = left[taken - 1];
-  return {least, std::count(left.begin(), left.begin() + taken, least)};
+  return low;
 }
 
-// The `wanted` largest of masses, of which as many at least are not less than 0.
+// The `wanted`-th largest of masses, as bits that are at least `low`, of which there are as many; all are below `high`.
+inline int32_t bits_of_rank(const float* masses, int64_t count, int64_t wanted, int32_t low, int32_t high) {
+  return last_enough(low, high, [&](int32_t bits) { return count_from(masses, count, bits) >= wanted; });
+}
+
+// The `wanted` largest of masses, of which as many at least are not less than 0. A sample says between which masses the
+// last of them lies, nearly always, and is much faster to search than all are.
 inline Threshold largest_masses(const float* masses, int64_t count, int64_t wanted, float most) {
-  const auto amount = [&](int32_t bits) { return (float)count_from(masses, count, bits); };
-  return search(masses, count, 0, most, (float)wanted, amount, [&](std::vector<int32_t>& left, float above) {
-    const int64_t taken = wanted - (int64_t)above;
-    std::nth_element(left.begin(), left.begin() + (taken - 1), left.end(), std::greater<int32_t>());
-    return taken;
-  });
+  constexpr int64_t kSample = 1024;
+  int32_t low = 0, high = as_bits(most) + 1;
+  int64_t above = 0;
+  if (count >= 8 * kSample) {
+    alignas(64) float sample[kSample];
+    for (int64_t i = 0; i < kSample; ++i) sample[i] = masses[i * count / kSample];
+    const double rank = (double)wanted * kSample / count, slack = 4 * std::sqrt(rank) + 4;
+    const int64_t first = (int64_t)(rank - slack), last = (int64_t)(rank + slack);
+    const int64_t known = count_from(sample, kSample, 0);
+    if (last <= known) {
+      const int32_t bits = bits_of_rank(sample, kSample, last, 0, high);
+      if (count_from(masses, count, bits) >= wanted) low = bits;
+    }
+    if (first >= 1 && first <= known) {
+      const int32_t bits = bits_of_rank(sample, kSample, first, 0, high);
+      const int64_t more = count_from(masses, count, bits);
+      if (bits > low && more < wanted) high = bits, above = more;
+    }
+  }
+  std::vector<float> left;
+  left.reserve(4 * kSample);
+  for (int32_t i : places_between(masses, count, low, high)) left.push_back(masses[i]);
+  left.resize((left.size() + kLanes - 1) / kLanes * kLanes, -1.0f);
+  const int64_t size = left.size();
+  const int32_t least = bits_of_rank(left.data(), size, wanted - above, low, high);
+  return {least, wanted - above - count_from(left.data(), size, least + 1)};
 }
 
 // The largest masses that together reach `missing`, more than 0, or all that are more than 0, of which there are some.
 inline Threshold reaching_masses(const float* masses, int64_t count, float missing, float most) {
-  const auto amount = [&](int32_t bits) { return sum_from(masses, count, bits); };
-  return search(masses, count, 1, most, missing, amount, [&](std::vector<int32_t>& left, float reached) {
-    std::sort(left.begin(), left.end(), std::greater<int32_t>());
-    int64_t taken = 0;
-    while (taken < (int64_t)left.size() && (!taken || reached < missing)) {
-      float mass;
-      std::memcpy(&mass, &left[taken++], sizeof(mass));
-      reached += mass;
-    }
-    return taken;
-  });
+  const auto is_enough = [&](int32_t bits) { return sum_from(masses, count, bits) >= missing; };
+  const int32_t least = last_enough(1, as_bits(most) + 1, is_enough);
+  float mass;
+  std::memcpy(&mass, &least, sizeof(mass));
+  return {least, (int64_t)std::ceil((missing - sum_from(masses, count, least + 1)) / std::max(mass, 1e-37f))};
 }

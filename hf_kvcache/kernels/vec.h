@@ -147,16 +147,18 @@ inline IntVec add_pairs(IntVec a, IntVec b) {
 
 inline Vec largest(Vec a, Vec b) { return a > b ? a : b; }
 
-// A bit for each lane of the result of a comparison.
-inline uint32_t bits_of(IntVec is_true) {
+// Writes `first + lane` for each lane in which a comparison holds, and returns where the next is written. There is room
+// for a whole vector.
+inline int32_t* store_lanes(int32_t* to, int32_t first, IntVec is_true) {
 #if AVX512
-  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
-#elif AVX2
-  return (uint32_t)_mm256_movemask_ps((__m256)is_true);
+  const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (mask) _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+  return to + __builtin_popcount(mask);
 #else
-  uint32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits |= (uint32_t)(is_true[i] != 0) << i;
-  return bits;
+  for (int i = 0; i < kLanes; ++i)
+    if (is_true[i]) *to++ = first + i;
+  return to;
 #endif
 }
 
