@@ -57,8 +57,8 @@ struct Call {
 // How the queries that units are estimated with come from those of the attention.
 struct Estimate {
   Store key;            // summaries, one a unit
-  const int64_t* ids;   // [rows, N]: where the summaries of each block of units lie
-  int64_t ids_row;
+  const int64_t* ids;   // [rows, N]: where each slot of `per_slot` summaries lies
+  int64_t ids_row, per_slot;
   const float* query;   // [rows, heads, queries, dim], scaled, or null: the attention's own
   const float* mean;    // [rows, heads, dim]: their product with a query is added to its scores, or null
   float added, spread;  // added to all scores; of bounds

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..codecs.base import StoredForm
 from . import native, structs
-from .decode import Call, Segment
+from .decode import Call, Segment, set_coded_stores
 
 _NO_STOP = 2**62
 
@@ -55,6 +56,15 @@ def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: in
     struct = structs.Segment(unit=unit, group_length=unit, stop=_NO_STOP)
     struct.key, struct.value = (structs.run_store(p, dim, unit) for p, dim in zip(planes, dims, strict=True))
     return Segment(struct, planes[0].shape[0], tuple(planes))
+
+
+def coded_units(
+    forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int, unit: int
+) -> Segment:
+    """Units of `unit` tokens of encoded groups, without the sinks among them, to be chosen; see `coded_segment`."""
+    struct = structs.Segment(unit=unit, hides_sinks=1, stop=_NO_STOP)
+    set_coded_stores(struct, forms, planes, group_length)
+    return Segment(struct, planes[0].shape[0], (*planes, *forms))
 
 
 class ChosenCall:

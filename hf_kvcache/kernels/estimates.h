@@ -11,7 +11,7 @@ class Estimates {
     if (estimate.rounds) segment.key.rotation = nullptr;  // queries are rotated here
     segment.ids = estimate.ids;
     segment.ids_row = estimate.ids_row;
-    segment.unit = segment.group_length = choice.block_units;
+    segment.unit = segment.group_length = estimate.per_slot;
     segment.length = choice.num_units;
     segment.stop = std::numeric_limits<int64_t>::max();
     const int64_t pairs = call.rows * call.heads, dim = attention.segments[0].key.dim;

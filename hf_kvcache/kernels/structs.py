@@ -61,7 +61,7 @@ class Estimate(ctypes.Structure):
     _fields_ = [
         ("key", Store),
         ("ids", ctypes.c_void_p),
-        ("ids_row", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("ids_row", "per_slot")),
         *((name, ctypes.c_void_p) for name in ("query", "mean")),
         *((name, ctypes.c_float) for name in ("added", "spread")),
         *((name, ctypes.c_int32) for name in ("has_bounds", "rounds")),

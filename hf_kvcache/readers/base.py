@@ -57,12 +57,14 @@ class Reader(ABC):
         return summaries[0]
 
     def estimate(
-        self, planes: list[torch.Tensor], fitted: list[torch.Tensor], head_dim: int
+        self, planes: list[torch.Tensor], fitted: list[torch.Tensor], head_dim: int, blocks: int = 1
     ) -> structs.Estimate | None:
         """What `scores` does, for the decode kernel; None: it has no words for it.
 
         Args:
             planes: `[H, slots, *]`, those of the arena of the summaries; with `reads_keys`, the layer's own.
+            head_dim: channels of a key.
+            blocks: whose summaries lie in one slot.
         """
         return None
 

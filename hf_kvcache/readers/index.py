@@ -66,11 +66,11 @@ class KeyIndex(Reader):
         codes = unpack(summaries[0].unflatten(3, (self.block_size, -1)), 2).flatten(2, 3)  # [B, H, T, D]
         return (codes.float() - 1.5) * summaries[1].flatten(2).unsqueeze(-1).float()
 
-    def estimate(self, planes, fitted, head_dim):
+    def estimate(self, planes, fitted, head_dim, blocks=1):
         if head_dim % 16:
             return None
-        key = structs.index_store(*planes, rotation(head_dim), self.block_size)
-        return structs.Estimate(key=key, mean=fitted[0].data_ptr(), rounds=True)
+        key = structs.index_store(*planes, rotation(head_dim), blocks * self.block_size)
+        return structs.Estimate(key=key, per_slot=blocks * self.block_size, mean=fitted[0].data_ptr(), rounds=True)
 
 
 def _rotate(states: torch.Tensor) -> torch.Tensor:

@@ -29,5 +29,6 @@ class PageMean(Reader):
     def prepare(self, query, fitted):
         return query, query.new_full(query.shape[:3], math.log(self.block_size), dtype=torch.float32)
 
-    def estimate(self, planes, fitted, head_dim):
-        return structs.Estimate(key=structs.run_store(planes[0], head_dim, 1), added=math.log(self.block_size))
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], head_dim, blocks)
+        return structs.Estimate(key=key, per_slot=blocks, added=math.log(self.block_size))

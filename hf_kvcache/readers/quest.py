@@ -39,6 +39,6 @@ class Quest(Reader):
         middle, reach = query / 2, query.abs() * (self.spread / 2)
         return torch.cat([middle + reach, middle - reach], dim=-1), None  # times the largest, the smallest
 
-    def estimate(self, planes, fitted, head_dim):
-        key = structs.run_store(planes[0], 2 * head_dim, 1)
-        return structs.Estimate(key=key, has_bounds=True, spread=self.spread)
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], 2 * head_dim, blocks)
+        return structs.Estimate(key=key, per_slot=blocks, has_bounds=True, spread=self.spread)

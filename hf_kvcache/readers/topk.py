@@ -19,7 +19,8 @@ class TopK(Reader):
     def summarise(self, keys, fitted):
         return []
 
-    def estimate(self, planes, fitted, head_dim):
-        return structs.Estimate(key=structs.run_store(planes[0], head_dim, self.block_size))
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], head_dim, blocks * self.block_size)
+        return structs.Estimate(key=key, per_slot=blocks * self.block_size)
     def read_bytes(self, planes, blocks):
         return super().read_bytes(planes[:1], blocks) * self.block_size

@@ -43,3 +43,25 @@ COMPRESSED = _reading(
     Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
     number=6,
 )
+
+# Readers that find what to read of encoded tokens, and encodings of which a part can be decoded.
+_OF_ENCODED = ("index", "page_mean", "quest")
+_IN_PARTS = ("bnb8", "fp4", "fp8", "int2", "int4", "int8", "nf4", "turboquant")
+
+
+def check_reads_encoded(reading: str, encoding: str) -> None:
+    """Refuse a reading technique that does not compose with an encoding.
+
+    Raises:
+        ValueError: naming both, why, and what composes.
+    """
+    if reading not in _OF_ENCODED:
+        raise ValueError(
+            f"{reading!r} and {encoding!r} do not compose: {reading!r} reads exact keys. Of encoded tokens "
+            f"{', '.join(map(repr, _OF_ENCODED))} find what to read: use one of them."
+        )
+    if encoding not in _IN_PARTS:
+        raise ValueError(
+            f"{reading!r} and {encoding!r} do not compose: {encoding!r} encodes the heads of a layer together, and each "
+            f"reads other tokens. Use one of {', '.join(map(repr, _IN_PARTS))}."
+        )
