@@ -114,8 +114,12 @@ def options(name: str, **more) -> dict:
     return SMALL | sizes | more
 
 
-def model_of(tiny_model, **config):
-    return tiny_model("llama", head_dim=32, max_position_embeddings=1024, **config)
+def model_of(tiny_model):
+    """Random weights, with queries so large that attention is of few tokens: no two masses are equal but for rounding."""
+    model = tiny_model("llama", head_dim=32, max_position_embeddings=1024)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 60
+    return model
 
 
 @pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "torch"])
@@ -129,11 +133,11 @@ def test_a_step_equals_dense_attention_without_the_unchosen(
     if not has_kernel:
         request.getfixturevalue("no_kernel")
     model = model_of(tiny_model)
-    ids, mask = left_pad(make_ids(3, PROMPT + 12), [PROMPT + 12, 200, 131] if is_padded else [10**6] * 3)
+    ids, mask = left_pad(make_ids(3, PROMPT + 5), [PROMPT + 5, 200, 131] if is_padded else [10**6] * 3)
     for amount in AMOUNTS:
         cache = make_cache(model, name, **options(name, **amount))
-        run(model, cache, ids, mask if is_padded else None, chunks=[PROMPT, *[1] * 12])
-    assert oracle.steps == 4 * 24
+        run(model, cache, ids, mask if is_padded else None, chunks=[PROMPT, *[1] * 5])
+    assert oracle.steps == 4 * 10
     assert oracle.in_kernel == (oracle.steps if has_kernel and name != "page_mean+bnb8" else 0)
     assert 0.03 < sum(oracle.shares) / len(oracle.shares) < 0.6
 
