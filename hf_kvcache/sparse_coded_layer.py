@@ -1,86 +1,29 @@
 """Query-aware sparse reads over encoded tokens (techniques 7 and 8): a step decodes only what its query needs.
 
 Tokens are stored as `coded_layer` stores them. A step reads the sinks, the exact tail and the encoded units of the
-largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens, by
-scores with the encoded keys themselves, which needs no further bytes. Only values are left unread then.
-The cache is complete: this saves reads on top of what the codec saves. Prompts, and all forwards of several tokens, read
-everything.
+largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens,
+by scores with the encoded keys themselves, which needs no further bytes. Only values are left unread then.
+The cache is complete: this saves reads on top of what the codec saves. Prompts, and all forwards of several tokens,
+read everything.
 """
 
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 
 from .attention import can_merge, few_products
-from .blocks import Arena, BlockTable, load_table, table_state
-from .blocks.arena import Plane
-from .coded_layer import SLICE_LENGTH, CodedLayer
 from .codecs.base import StoredForm
+from .coded_layer import SLICE_LENGTH
 from .kernels import decode, native, structs
 from .kernels.choose import ChosenCall, Units, UnitSinks, coded_units
-from .layer import LayerContext
-from .layer_state import LayerState
 from .masks import as_float32, as_mask_for, restrict_mask, visible
-from .readers import ReadBudget, Reader
+from .sparse_coded_store import SparseCodedStore
 
 
-class SparseCodedLayer(CodedLayer):
-    """Encoded tokens, and the reader's summaries of their pages, a slot a group.
-
-    Args:
-        context: where the blocks come from.
-        name: of the technique, in messages.
-        reader: estimates what a query attends to; with `reads_keys`, by the encoded keys.
-        budget: how much a query reads; the exact tail stands for the recent tokens.
-        arguments: as for `CodedStore`.
-    """
-
-    def __init__(self, context: LayerContext, *, name: str, reader: Reader, budget: ReadBudget, **arguments):
-        super().__init__(context, **arguments)
-        self.name, self.reader, self.budget = name, reader, budget
-        if self.group_length % reader.unit:
-            raise ValueError(
-                f"{name} reads pages of block_size={reader.unit} tokens, and this codec encodes groups of "
-                f"{self.group_length}: give a block_size that divides {self.group_length}."
-            )
-        if self.residual_length < budget.num_recent_tokens:
-            raise ValueError(
-                f"{name} always reads num_recent_tokens={budget.num_recent_tokens}, and residual_length="
-                f"{self.residual_length} of them are exact: give a residual_length that is not less."
-            )
-
-    def _clear(self) -> None:
-        super()._clear()
-        self.summaries: BlockTable | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        pages = self.group_length // self.reader.unit
-        if planes := self.reader.planes(*self.shapes[0]):
-            planes = tuple(Plane(plane.num_heads, plane.dim * pages, plane.dtype) for plane in planes)
-            arena = Arena(self.context.pool(self.device), planes, block_size=1)
-            self.summaries = BlockTable(arena, key_states.shape[0])
-
-    @property
-    def tables(self) -> list[BlockTable]:
-        return super().tables + ([] if self.summaries is None else [self.summaries])
-
-    @property
-    def marginal_bits(self) -> float:
-        extra = 0 if self.summaries is None else self.summaries.arena.block_bytes
-        return super().marginal_bits + 8 * extra / (self.group_length * self.values_per_token)
-
-    def _encode(self, tail: list[torch.Tensor], groups: int) -> None:
-        if groups and self.summaries is not None:
-            keys = [tail[0][:, :, : groups * self.group_length]]
-            pages = self.reader.summarise(self.sinks.covered(keys, self.coded_length)[0], [])
-            self.summaries.append([plane.unflatten(2, (groups, -1)).flatten(3) for plane in pages])
-        super()._encode(tail, groups)
-
-    # --- a step that reads some of the tokens
+class SparseCodedLayer(SparseCodedStore):
+    """Attends to the sinks, the exact tail, and the encoded units that a query needs."""
 
     def _attend(self, base: Callable, module: nn.Module, query, tail, mask, args: tuple, kwargs: dict):
         tail_length = tail[0].shape[2]
@@ -247,42 +190,9 @@ class SparseCodedLayer(CodedLayer):
             index = (slots - begin).clamp(0, end - begin - 1).unsqueeze(3)
             is_here = ((slots >= begin) & (slots < end)).unsqueeze(3)
             parts = [state.gather(2, index.expand(-1, -1, -1, state.shape[3])) for state in self._decode(start, stop)]
-            gathered = parts if gathered is None else [
-                torch.where(is_here, part, whole) for part, whole in zip(parts, gathered, strict=True)
-            ]
+            gathered = (
+                parts
+                if gathered is None
+                else [torch.where(is_here, part, whole) for part, whole in zip(parts, gathered, strict=True)]
+            )
         return gathered
-
-    # --- contract
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.summaries is not None:
-            self.summaries.crop(self.summaries.length - self.coded.stop)
-            self._give_back_memory()
-
-    def select_rows(self, rows: np.ndarray) -> None:
-        if self.summaries is not None:
-            self.summaries.select_rows(rows)
-        super().select_rows(rows)
-
-    def fork(self) -> "SparseCodedLayer":
-        forked = super().fork()
-        forked.summaries = None if self.summaries is None else self.summaries.fork()
-        return forked
-
-    def to(self, device: torch.device, pools: dict) -> None:
-        super().to(device, pools)
-        if self.summaries is not None:
-            self.summaries = self.summaries.to(self.context.pool(device))
-
-    def state(self) -> LayerState:
-        state = super().state()
-        if self.summaries is not None:
-            state.put("summaries", table_state(self.summaries))
-        return state
-
-    def load_state(self, state: LayerState, device: torch.device) -> None:
-        super().load_state(state, device)
-        if self.summaries is not None:
-            load_table(self.summaries, state.part("summaries"))
-            self._give_back_memory()

@@ -9,24 +9,20 @@ Not for short contexts: choosing costs more than it saves below a few thousand t
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import nn
 
 from .attention import can_merge
 from .blocks import Arena, BlockTable
 from .blocks.gather import gather_units
-from .kernels import decode, native, structs
-from .kernels.choose import ChosenCall, Units, UnitSinks, chosen_segment
+from .kernels import decode, native
+from .kernels.choose import ChosenCall
 from .layer import LayerContext
 from .masks import as_float32, as_mask_for, restrict_mask, visible
 from .readers import ReadBudget, Reader
 from .readers.selection import Selection
 from .reading_layer import ReadingLayer
-
-
-def _dims(arena: Arena) -> list[int]:
-    return [spec.dim for spec in arena.specs]
+from .sparse_kernel import chosen_call
 
 
 class SparseReadLayer(ReadingLayer):
@@ -95,11 +91,15 @@ class SparseReadLayer(ReadingLayer):
         return self.budget.reads_all(self._num_candidates(), self.reader.unit)
 
     def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
-        scaling = kwargs.get("scaling")
-        dims = _dims(self.table.arena)
-        if can_merge(base, kwargs) and decode.can_serve(query, mask, dims) and native.library():
-            if (call := self._chosen_call(query.shape[1])) is not None:
-                return self._attend_in_place(call, query, scaling, mask), None
+        scaling, call = kwargs.get("scaling"), None
+        if (
+            can_merge(base, kwargs)
+            and decode.can_serve(query, mask, [spec.dim for spec in self.table.arena.specs])
+            and native.library()
+        ):
+            call = self._chosen_call(query.shape[1])
+        if call is not None:
+            return self._attend_in_place(call, query, scaling, mask), None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
         selection = self._select(packed * scale, mask)
@@ -110,7 +110,7 @@ class SparseReadLayer(ReadingLayer):
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
     @property
-    def _estimated(self) -> BlockTable:
+    def estimated(self) -> BlockTable:
         """Where the reader's estimates come from."""
         return self.table if self.reader.reads_keys else self.summaries
 
@@ -124,51 +124,13 @@ class SparseReadLayer(ReadingLayer):
     def _chosen_call(self, num_heads: int) -> ChosenCall | None:
         """The call of this step: that of the last one, while what it points to is where it was."""
         candidates = self._num_candidates()
-        key = (candidates, num_heads, self.table.version, self._estimated.version)
+        key = (candidates, num_heads, self.table.version, self.estimated.version)
         if self._call is None or self._call[0] != key or self.first.is_padded:
-            self._call = (key, self._new_chosen_call(candidates, num_heads))
+            sink_units = min(self._num_sink_units, candidates // self.reader.unit)
+            self._call = (key, chosen_call(self, candidates, self._num_chosen(candidates), sink_units, num_heads))
         elif self._call[1] is not None:
             self._call[1].extend(1, self.seen - candidates)
         return self._call[1]
-
-    def _new_chosen_call(self, candidates: int, num_heads: int) -> ChosenCall | None:
-        arena, estimated, unit = self.table.arena, self._estimated, self.reader.unit
-        dims, per_block, ids = _dims(arena), self.context.block_size // self.reader.unit, self.table.block_ids
-        estimate = self.reader.estimate(estimated.arena.planes, self.fitted, dims[0])
-        if estimate is None:
-            return None
-        structs.set_ids(estimate, estimated.block_ids)
-        count, budget = self._num_chosen(candidates), self.budget
-        return ChosenCall(
-            self._exact_segments(candidates),
-            chosen_segment(arena.planes, dims, unit),
-            estimate,
-            Units(unit, candidates // unit, ids, per_block, count, budget.top_p, budget.group == "mean"),
-            UnitSinks(self.first.slots if self.first.is_padded else None, budget.num_sink_tokens, False),
-            rows=self.batch_size,
-            num_heads=num_heads,
-        )
-
-    def _exact_segments(self, candidates: int) -> list[decode.Segment]:
-        """Sinks, and what follows the candidates, as they lie in blocks."""
-        arena, ids, size, unit = self.table.arena, self.table.block_ids, self.context.block_size, self.reader.unit
-        recent = decode.run_segment(
-            *(arena.planes, ids[:, candidates // size :], _dims(arena), size),
-            slot=candidates,
-            length=self.seen - candidates,
-        )
-        count = min(self._num_sink_units, candidates // unit)
-        if not self.first.is_padded:
-            return [decode.run_segment(arena.planes, ids, _dims(arena), size, length=count * unit), recent]
-        first = self.first.slots.numpy()[:, None]
-        units = first // unit + np.arange(count)
-        is_read = (units * unit < first + self.budget.num_sink_tokens) & (units < candidates // unit)
-        slots = np.where(is_read, units * unit, 0)
-        places = np.take_along_axis(ids, slots // size, axis=1) * (size // unit) + slots % size // unit
-        slots = np.where(is_read, slots, -1)
-        sinks = decode.run_segment(arena.planes, places, _dims(arena), unit, length=count * unit, slots=slots)
-        self._padded = (places, slots)  # alive until the next step
-        return [sinks, recent]
 
     def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:
         """What `query` `[B, Hkv, G, D]` (scaled) reads."""
@@ -211,7 +173,7 @@ class SparseReadLayer(ReadingLayer):
     def _count_read(self, length: int) -> None:
         """Note that each row and head has read `length` tokens of all that it could choose from."""
         arena, size = self.table.arena, self.context.block_size
-        scored = self.reader.read_bytes(self._estimated.arena.specs, self._num_candidates() // size)
+        scored = self.reader.read_bytes(self.estimated.arena.specs, self._num_candidates() // size)
         self.read_bytes = self.batch_size * (arena.block_bytes // size * length + scored)
 
     @property

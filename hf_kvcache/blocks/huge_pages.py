@@ -1,4 +1,4 @@
-"""Large tensors on large pages of memory: reads that jump look up fewer addresses. Linux only; a hint, never an error."""
+"""Large tensors on large pages of memory: reads that jump look up fewer addresses. On Linux; a hint, never an error."""
 
 import ctypes
 import functools

@@ -13,7 +13,6 @@ from .arena import Arena
 from .pool import BlockPool
 from .runs import Span, find_spans
 
-
 _versions = itertools.count()
 
 
@@ -34,8 +33,8 @@ class BlockTable:
     """Maps the tokens `[start, stop)` of each of `B` equally long sequences to blocks of an arena.
 
     Column `c` of `block_ids` `[B, N]` holds the tokens of `[(first_column + c) * block_size, ...)`. Rows may share
-    blocks; a shared block is copied before it is written (copy on write). `version`, of which no two tables have the same,
-    changes whenever tokens come to lie elsewhere.
+    blocks; a shared block is copied before it is written (copy on write). `version` changes whenever tokens come to lie
+    elsewhere; no two tables have the same.
     """
 
     def __init__(self, arena: Arena, num_rows: int):

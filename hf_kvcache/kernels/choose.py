@@ -58,9 +58,7 @@ def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: in
     return Segment(struct, planes[0].shape[0], tuple(planes))
 
 
-def coded_units(
-    forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int, unit: int
-) -> Segment:
+def coded_units(forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int, unit: int) -> Segment:
     """Units of `unit` tokens of encoded groups, without the sinks among them, to be chosen; see `coded_segment`."""
     struct = structs.Segment(unit=unit, hides_sinks=1, stop=_NO_STOP)
     set_coded_stores(struct, forms, planes, group_length)
@@ -70,7 +68,7 @@ def coded_units(
 class ChosenCall:
     """Attention to what is read anyway and to the units that are chosen, ready for any number of queries.
 
-    It keeps nothing alive that segments and the estimate point into.
+    It keeps no tensor alive that segments and the estimate point into, but their ids and slots.
 
     Args:
         exact: what is read anyway.
@@ -100,7 +98,8 @@ class ChosenCall:
         self._exact_length = sum(segment.struct.length for segment in exact)
         self._shape = (rows, self.call.struct.heads, units.count)
         self._keeps_scores = keeps_scores
-        self._blocks = units.blocks
+        self._alive = [part for segment in exact for part in segment.alive if isinstance(part, np.ndarray)]
+        self._alive.append(units.blocks)
         self._chosen = segment = self.call.segments[len(exact)]
         segment.ids_row, segment.ids_head = self._shape[1] * units.count, units.count
         self.struct = choice = structs.Choice(estimate=estimate, attention=ctypes.addressof(self.call.struct))

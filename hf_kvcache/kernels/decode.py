@@ -189,9 +189,7 @@ class Call:
     ):
         self.segments = (structs.Segment * len(segments))(*(segment.struct for segment in segments))
         kv_heads = segments[0].num_heads
-        self.struct = structs.Call(
-            rows=rows, heads=kv_heads, queries=num_heads // kv_heads, num_segments=len(segments)
-        )
+        self.struct = structs.Call(rows=rows, heads=kv_heads, queries=num_heads // kv_heads, num_segments=len(segments))
         self.struct.segments = ctypes.addressof(self.segments)
         self._shape = (rows, 1, num_heads, self.segments[0].value.dim)
         if sinks is not None:

@@ -9,6 +9,7 @@
 
 constexpr int kSplit = 512;  // tokens of a split, as near as units allow
 constexpr int kTouched = 1024;  // bytes of a unit that are worth a look ahead
+constexpr int kIndexSplit = 2048;  // the same where a token is a few bytes
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // What a thread works in.
@@ -20,7 +21,8 @@ struct Scratch {
 inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 inline int64_t split_length(const Segment& segment) {
-  return segment.ids ? std::max<int64_t>(1, kSplit / segment.unit) * segment.unit : kSplit;
+  const int64_t tokens = segment.key.form == kIndex ? kIndexSplit : kSplit;
+  return segment.ids ? std::max<int64_t>(1, tokens / segment.unit) * segment.unit : tokens;
 }
 
 inline int64_t num_splits(const Segment& segment) {

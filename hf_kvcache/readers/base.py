@@ -9,7 +9,6 @@ from ..attention import few_products
 from ..blocks.arena import Plane
 from ..kernels import structs
 
-
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -46,9 +45,7 @@ class Reader(ABC):
     def summarise(self, keys: torch.Tensor, fitted: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keys `[B, Hkv, n * block_size, D]` to one `[B, Hkv, n, *]` tensor a plane."""
 
-    def prepare(
-        self, query: torch.Tensor, fitted: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def prepare(self, query: torch.Tensor, fitted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What is multiplied with `rows` for scores, `[B, Hkv, G, dim]`, and what is added, `[B, Hkv, G]`, or None."""
         return query, None
 

@@ -22,5 +22,6 @@ class TopK(Reader):
     def estimate(self, planes, fitted, head_dim, blocks=1):
         key = structs.run_store(planes[0], head_dim, blocks * self.block_size)
         return structs.Estimate(key=key, per_slot=blocks * self.block_size)
+
     def read_bytes(self, planes, blocks):
         return super().read_bytes(planes[:1], blocks) * self.block_size

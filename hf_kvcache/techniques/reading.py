@@ -62,6 +62,6 @@ def check_reads_encoded(reading: str, encoding: str) -> None:
         )
     if encoding not in _IN_PARTS:
         raise ValueError(
-            f"{reading!r} and {encoding!r} do not compose: {encoding!r} encodes the heads of a layer together, and each "
-            f"reads other tokens. Use one of {', '.join(map(repr, _IN_PARTS))}."
+            f"{reading!r} and {encoding!r} do not compose: {encoding!r} encodes the heads of a layer together, and "
+            f"each reads other tokens. Use one of {', '.join(map(repr, _IN_PARTS))}."
         )
