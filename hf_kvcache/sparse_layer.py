@@ -41,7 +41,7 @@ class SparseReadLayer(ReadingLayer):
 
     def _clear(self) -> None:
         super()._clear()
-        self._call: tuple[tuple, ChosenCall | None] | None = None  # of the last step, and what it depends on
+        self._call: tuple | None = None  # of the last step: what it depends on, the call, and its costs
 
     def fork(self) -> "SparseReadLayer":
         forked = super().fork()
@@ -118,7 +118,8 @@ class SparseReadLayer(ReadingLayer):
 
     def _attend_in_place(self, call: ChosenCall, query, scaling, mask) -> torch.Tensor:
         output, _ = call.attend(query, scaling, None if mask is None else as_float32(mask))
-        self._count_read(call.read_length)
+        per_token, scored = self._call[2]
+        self.read_bytes = per_token * call.read_length + scored
         return output
 
     def _chosen_call(self, num_heads: int) -> ChosenCall | None:
@@ -127,7 +128,8 @@ class SparseReadLayer(ReadingLayer):
         key = (candidates, num_heads, self.table.version, self.estimated.version)
         if self._call is None or self._call[0] != key or self.first.is_padded:
             sink_units = min(self._num_sink_units, candidates // self.reader.unit)
-            self._call = (key, chosen_call(self, candidates, self._num_chosen(candidates), sink_units, num_heads))
+            call = chosen_call(self, candidates, self._num_chosen(candidates), sink_units, num_heads)
+            self._call = (key, call, self._costs())
         elif self._call[1] is not None:
             self._call[1].extend(1, self.seen - candidates)
         return self._call[1]
@@ -157,7 +159,8 @@ class SparseReadLayer(ReadingLayer):
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), self._num_chosen(candidates))
         units = torch.cat([chosen, always.units], dim=2)
         length = chosen.shape[2] * unit + always.length
-        self._count_read(length)
+        per_token, scored = self._costs()
+        self.read_bytes = per_token * length + scored
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
@@ -170,11 +173,11 @@ class SparseReadLayer(ReadingLayer):
         unit = self.reader.unit
         return max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
 
-    def _count_read(self, length: int) -> None:
-        """Note that each row and head has read `length` tokens of all that it could choose from."""
+    def _costs(self) -> tuple[int, int]:
+        """Bytes of a token of all rows and heads, and of all that candidates are scored by."""
         arena, size = self.table.arena, self.context.block_size
         scored = self.reader.read_bytes(self.estimated.arena.specs, self._num_candidates() // size)
-        self.read_bytes = self.batch_size * (arena.block_bytes // size * length + scored)
+        return self.batch_size * (arena.block_bytes // size), self.batch_size * scored
 
     @property
     def _num_sink_units(self) -> int:

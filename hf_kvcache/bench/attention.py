@@ -1,7 +1,7 @@
 """Time of the attention of one decode step in one layer, ours beside a dense cache, interleaved step by step.
 
-A step stores one token in the layer and attends to what the layer reads. The cache is filled with random states: what is
-read sparsely lies anywhere. The fastest step of many tells most on a machine that does other things too.
+A step stores one token in the layer and attends to what the layer reads. The cache is filled with random states: what
+is read sparsely lies anywhere. The fastest step of many tells most on a machine that does other things too.
 """
 
 import statistics
