@@ -44,10 +44,7 @@ class SparseCodedLayer(SparseCodedStore):
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
     def _has_kernel(self, query, mask, forms: list[StoredForm | None]) -> bool:
-        unit = self.reader.unit
-        if None in forms or (unit % 16 and not self.reader.reads_keys):
-            return False
-        if not decode.can_serve(query, mask, [form.dim for form in forms]):
+        if None in forms or not decode.can_serve(query, mask, [form.dim for form in forms]):
             return False
         if native.library() is None:
             native.warn_of_no_library()

@@ -43,11 +43,6 @@ class SparseReadLayer(ReadingLayer):
         super()._clear()
         self._call: tuple | None = None  # of the last step: what it depends on, the call, and its costs
 
-    def fork(self) -> "SparseReadLayer":
-        forked = super().fork()
-        forked._call = None
-        return forked
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if planes := self.reader.planes(*self.table.arena.specs[0]):

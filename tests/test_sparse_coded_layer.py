@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 NAMES = ("quest+int4", "index+int4", "page_mean+fp8", "index+fp8", "quest+turboquant", "index+turboquant", "index+int2")
 BLOCKWISE = ("quest+nf4", "index+fp4", "page_mean+bnb8")
 SMALL = {"keep_ratio": 0.3, "num_sink_tokens": 3, "num_recent_tokens": 5, "residual_length": 7}
-AMOUNTS = ({}, {"keep_ratio": None, "budget": 260}, {"keep_ratio": None, "top_p": 0.4}, {"group": "max"})
+AMOUNTS = ({"block_size": 8}, {"keep_ratio": None, "budget": 260}, {"keep_ratio": None, "top_p": 0.4}, {"group": "max"})
 PROMPT = 333
 
 

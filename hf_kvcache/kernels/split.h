@@ -103,7 +103,12 @@ class Split {
       for (int c = 0; c < key.dim; ++c) scaled.at(m)[c] = query[m * key.dim + c] * scale[c];
     const Group group = group_at(key, b, h, part.id, 0, (int)segment.group_length, nullptr);
     const Products& products = products_for((Form)key.form, group.length, key.bits);
-    in_turns(products.dot_columns, group, part.count, (int)part.first, key.dim, call.queries, scaled, out);
+    // Vectors of tokens lie at multiples of their length: what does not begin at one is taken from a longer product.
+    const int lead = (int)(part.first % kLanes), count = part.count + lead;
+    const Matrix whole = lead || count % kLanes ? weights : out;  // `weights` is not in use yet
+    in_turns(products.dot_columns, group, count, (int)part.first - lead, key.dim, call.queries, scaled, whole);
+    for (int64_t m = 0; m < call.queries && whole.data != out.data; ++m)
+      std::copy_n(whole.at(m) + lead, part.count, out.at(m));
     for (int64_t m = 0; m < call.queries; ++m)
       add(out.at(m), part.count, dot_product(query + m * key.dim, zero, key.dim));
   }
