@@ -137,7 +137,9 @@ class ChosenCall:
             choice.scores = segment.scores = scores.data_ptr()
             segment.scores_row = self._shape[2]
         native.library().hf_kvcache_read(ctypes.byref(choice))
-        return self.call.output.to(query.dtype), found[1, :, :, : choice.taken]
+        output = self.call.output.to(query.dtype)
+        self.call.query = self.call.mask = self.call.output = None  # of this step only
+        return output, found[1, :, :, : choice.taken]
 
     @property
     def read_length(self) -> int:
