@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from . import compat
+from .attention import attend_packed, can_merge
 from .layer import KVLayer, LayerContext
 from .layer_state import LayerState
 
@@ -62,6 +63,20 @@ class AttendingLayer(KVLayer):
             raise NotImplementedError(_FOREIGN_MASK.format(name=self.name, implementation=implementation))
         states, self._pending = self._pending, None
         return self._attend_and_store(base, module, query, states, mask, args, kwargs)
+
+    def _attend_gathered(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
+        """Attention to gathered tokens, under a mask `[B, Hkv, 1, n]` of the model's own form, or None."""
+        if can_merge(base, kwargs):
+            return attend_packed(query, *states, mask, kwargs.get("scaling")), None
+        if mask is not None:
+            implementation = module.config._attn_implementation
+            if "flash" in implementation:
+                raise NotImplementedError(
+                    f"{self.name} reads other tokens for each head, which attn_implementation={implementation!r} "
+                    "cannot mask: load the model with attn_implementation='sdpa' or 'eager'."
+                )
+            mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], dim=1)
+        return base(module, query, *states, mask, *args, **kwargs)
 
     @abstractmethod
     def _attend_and_store(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict): ...

@@ -26,6 +26,7 @@ from .registry import Recipe, resolve
 from .rotary import Rotary, find_rotary
 from .sliding_layer import SlidingBlockLayer
 from .sliding_window import SinkWindowLayer
+from .sparse_coded_layer import SparseCodedLayer
 from .sparse_layer import SparseReadLayer
 from .states import HybridLayer, StateLayer
 from .summary_layer import SummaryLayer
@@ -197,7 +198,20 @@ class _Builder:
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
             layer = SummaryLayer if options["keep"] == "selected" else CompressedLayer
             return layer(context, budget=budget, **sizes)
-        return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
+        if self.encoding is None:
+            return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
+        key_codec, value_codec = self.encoding.codecs_of_any_head(attention, context)
+        return SparseCodedLayer(
+            context,
+            name=name,
+            # The encoded keys are their own index.
+            reader=build_reader("topk" if name == "index" else name, options),
+            budget=budget,
+            key_codec=key_codec,
+            value_codec=value_codec,
+            residual_length=options["residual_length"],
+            num_sink_tokens=options["num_sink_tokens"],
+        )
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:
         """What turns keys to other positions, if the options ask for it."""

@@ -41,6 +41,7 @@ class Encoding:
     def __init__(self, model: nn.Module, recipe: Recipe, layers: list[int]):
         self.model = model
         self.name = recipe.fills("encoding").name
+        self._other = next((t.name for t in recipe.techniques if t.role != "encoding"), self.name)
         self.options = recipe.options
         self.layers = layers
         self.bits = recipe.options.get("bits")
@@ -66,8 +67,8 @@ class Encoding:
         codecs = () if self.name == "transform" else self._codecs(context.layer_idx, attention.head_dim)
         if not codecs or any(isinstance(codec, HeadwiseCodec) for codec in codecs):
             raise ValueError(
-                f"{self.name!r} encodes each head in a way of its own here, and eviction leaves heads of other "
-                "lengths: use 'turboquant' or an integer with the same bits for all heads of a layer."
+                f"{self.name!r} encodes each head in a way of its own here, and {self._other!r} keeps or reads other "
+                "tokens of each: use 'turboquant' or an integer with the same bits for all heads of a layer."
             )
         return tuple(codecs)
 

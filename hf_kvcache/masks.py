@@ -11,6 +11,13 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def as_float32(mask: torch.Tensor) -> torch.Tensor:
+    """The same mask, boolean or additive in float32: what the smallest number of a narrower type hides stays hidden."""
+    if mask.dtype in (torch.bool, torch.float32):
+        return mask
+    return mask.float().masked_fill_(~visible(mask), torch.finfo(torch.float32).min)
+
+
 def first_visible(mask: torch.Tensor | None, length: int, otherwise: int) -> torch.Tensor | int:
     """First of the `length` columns that any query of each row may see, int64 `[B]`: where its padding ends.
 

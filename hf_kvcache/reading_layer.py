@@ -79,20 +79,6 @@ class ReadingLayer(AttendingLayer):
             return attend_packed(query, *states, mask, kwargs.get("scaling")), None
         return base(module, query, *states, mask, *args, **kwargs)
 
-    def _attend_gathered(self, base: Callable, module: nn.Module, query, states, mask, args: tuple, kwargs: dict):
-        """Attention to gathered tokens, under a mask `[B, Hkv, 1, n]` of the model's own form, or None."""
-        if can_merge(base, kwargs):
-            return attend_packed(query, *states, mask, kwargs.get("scaling")), None
-        if mask is not None:
-            implementation = module.config._attn_implementation
-            if "flash" in implementation:
-                raise NotImplementedError(
-                    f"{self.name} reads other tokens for each head, which attn_implementation={implementation!r} "
-                    "cannot mask: load the model with attn_implementation='sdpa' or 'eager'."
-                )
-            mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], dim=1)
-        return base(module, query, *states, mask, *args, **kwargs)
-
     @abstractmethod
     def _reads_all(self) -> bool:
         """Whether a decode step would choose everything."""

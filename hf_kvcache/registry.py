@@ -8,7 +8,7 @@ from .techniques.bits import check_together
 from .techniques.encoding import ENCODINGS
 from .techniques.eviction import POLICIES
 from .techniques.options import Option, Technique
-from .techniques.reading import COMPRESSED, READERS
+from .techniques.reading import COMPRESSED, READERS, check_reads_encoded
 from .techniques.storage import STORAGE, STORAGE_OPTIONS
 
 
@@ -50,7 +50,6 @@ TECHNIQUES: dict[str, Technique] = {
 
 # Roles that do not go together, and why.
 _CONFLICTS = {
-    ("reading", "encoding"): "what a query reads is gathered token by token, and encoded tokens lie in groups",
     ("reading", "retention"): "one reads some of all tokens, the other lets go of tokens for good",
 }
 
@@ -145,6 +144,8 @@ def resolve(name: str, options: dict[str, Any] | None = None) -> Recipe:
         if all(role in roles for role in pair):
             first, second = (roles[role].name for role in pair)
             raise ValueError(f"{first!r} and {second!r} do not compose: {reason}. Use one of them.")
+    if "reading" in roles and "encoding" in roles:
+        check_reads_encoded(roles["reading"].name, roles["encoding"].name)
     return Recipe(name, techniques, _check_options(name, techniques, dict(options or {})))
 
 

@@ -14,13 +14,15 @@ from torch import nn
 
 from .attention import can_merge
 from .blocks import Arena, BlockTable
-from .blocks.gather import gather_units, places
+from .blocks.gather import gather_units
 from .kernels import decode, native
+from .kernels.choose import ChosenCall
 from .layer import LayerContext
-from .masks import as_mask_for, restrict_mask, visible
+from .masks import as_float32, as_mask_for, restrict_mask, visible
 from .readers import ReadBudget, Reader
 from .readers.selection import Selection
 from .reading_layer import ReadingLayer
+from .sparse_kernel import chosen_call
 
 
 class SparseReadLayer(ReadingLayer):
@@ -36,6 +38,10 @@ class SparseReadLayer(ReadingLayer):
     def __init__(self, context: LayerContext, *, name: str, reader: Reader, budget: ReadBudget):
         super().__init__(context, name=name, budget=budget)
         self.reader = reader
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._call: tuple | None = None  # of the last step: what it depends on, the call, and its costs
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -80,35 +86,48 @@ class SparseReadLayer(ReadingLayer):
         return self.budget.reads_all(self._num_candidates(), self.reader.unit)
 
     def _attend_selected(self, base: Callable, module: nn.Module, query, mask, args: tuple, kwargs: dict):
-        scaling, unit = kwargs.get("scaling"), self.reader.unit
+        scaling, call = kwargs.get("scaling"), None
+        if (
+            can_merge(base, kwargs)
+            and decode.can_serve(query, mask, [spec.dim for spec in self.table.arena.specs])
+            and native.library()
+        ):
+            call = self._chosen_call(query.shape[1])
+        if call is not None:
+            return self._attend_in_place(call, query, scaling, mask), None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1])
         selection = self._select(packed * scale, mask)
-        is_plain = mask is None and selection.is_read is None and can_merge(base, kwargs)
-        # The kernel reads whole vectors of 16 tokens.
-        if is_plain and unit % 16 == 0 and decode.can_serve(query, None, self._dims) and native.library():
-            return self._attend_in_place(query, selection, scaling), None
-        states = [state[:, :, : selection.length] for state in gather_units(self.table, selection.units, unit)]
+        states = [
+            state[:, :, : selection.length] for state in gather_units(self.table, selection.units, self.reader.unit)
+        ]
         own = self._own_mask(module, mask, selection, query.dtype)
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
     @property
-    def _dims(self) -> tuple[int, ...]:
-        return tuple(spec.dim for spec in self.table.arena.specs)
+    def estimated(self) -> BlockTable:
+        """Where the reader's estimates come from."""
+        return self.table if self.reader.reads_keys else self.summaries
 
-    def _attend_in_place(self, query: torch.Tensor, selection: Selection, scaling: float | None) -> torch.Tensor:
-        """All that is selected, by the decode kernel where it lies: a KV head of a row is a row of the kernel."""
-        rows, heads, _, dim = query.shape
-        kv_heads, unit = selection.units.shape[1], self.reader.unit
-        open_length = selection.length % unit  # of the last block, which has room left
-        whole = selection.units[:, :, : selection.length // unit]
-        ids = places(self.table, whole, unit).flatten(0, 1)
-        segments = [decode.chosen_segment(self.table.arena.planes, ids, self._dims, unit)]
-        if open_length:
-            newest = self.table.materialize(self.seen - open_length)
-            segments.append(decode.dense_segment([state.flatten(0, 1).unsqueeze(1) for state in newest]))
-        own = query.view(rows * kv_heads, heads // kv_heads, 1, dim)
-        return decode.attend(own, segments, scaling=scaling).view(rows, 1, heads, -1)
+    # --- a step by the decode kernel, which reads everything where it lies
+
+    def _attend_in_place(self, call: ChosenCall, query, scaling, mask) -> torch.Tensor:
+        output, _ = call.attend(query, scaling, None if mask is None else as_float32(mask))
+        per_token, scored = self._call[2]
+        self.read_bytes = per_token * call.read_length + scored
+        return output
+
+    def _chosen_call(self, num_heads: int) -> ChosenCall | None:
+        """The call of this step: that of the last one, while what it points to is where it was."""
+        candidates = self._num_candidates()
+        key = (candidates, num_heads, self.table.version, self.estimated.version)
+        if self._call is None or self._call[0] != key or self.first.is_padded:
+            sink_units = min(self._num_sink_units, candidates // self.reader.unit)
+            call = chosen_call(self, candidates, self._num_chosen(candidates), sink_units, num_heads)
+            self._call = (key, call, self._costs())
+        elif self._call[1] is not None:
+            self._call[1].extend(1, self.seen - candidates)
+        return self._call[1]
 
     def _select(self, query: torch.Tensor, mask: torch.Tensor | None) -> Selection:
         """What `query` `[B, Hkv, G, D]` (scaled) reads."""
@@ -132,18 +151,28 @@ class SparseReadLayer(ReadingLayer):
         if mask is not None:
             hidden = ~visible(mask[..., :candidates]).unflatten(3, (-1, unit)).any(dim=4)
             scores.masked_fill_(hidden, -math.inf)
-        count = max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
-        chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), count)
+        chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), self._num_chosen(candidates))
         units = torch.cat([chosen, always.units], dim=2)
         length = chosen.shape[2] * unit + always.length
-        token_bytes = self.table.arena.block_bytes // (self.context.block_size * units.shape[1])
-        self.read_bytes = units.shape[0] * units.shape[1] * length * token_bytes + self.reader.read_bytes(summaries)
+        per_token, scored = self._costs()
+        self.read_bytes = per_token * length + scored
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
             rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
             is_read = torch.cat([is_read, rest], dim=2)
         return Selection(units, is_read, unit, length)
+
+    def _num_chosen(self, candidates: int) -> int:
+        """Units that are chosen, at most."""
+        unit = self.reader.unit
+        return max(0, min(self.budget.num_units(candidates, unit), candidates // unit - self._num_sink_units))
+
+    def _costs(self) -> tuple[int, int]:
+        """Bytes of a token of all rows and heads, and of all that candidates are scored by."""
+        arena, size = self.table.arena, self.context.block_size
+        scored = self.reader.read_bytes(self.estimated.arena.specs, self._num_candidates() // size)
+        return self.batch_size * (arena.block_bytes // size), self.batch_size * scored
 
     @property
     def _num_sink_units(self) -> int:

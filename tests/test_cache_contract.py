@@ -83,6 +83,7 @@ CACHES = (
     Row("index", "gemma3", {"top_p": 1.0}),
     Row("page_mean", "falcon_h1", {"keep_ratio": 1.0, "block_size": 4}),
     Row("sparq", "gpt_oss", {"budget": 128}),
+    Row("topk", "llama", {"budget": 128, "block_size": 3}),
     Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
     Row("compressed", "gemma3", {"keep": "selected", "keep_ratio": 1.0, "segment_length": 16, "num_recent_tokens": 10}),
 )

@@ -152,3 +152,22 @@ def test_what_the_question_needs_is_kept(name, real_model):
     assert "48213" in outputs["snapkv"]
     if name == "smollm2":  # for Gemma the number lies within the window of its local layers
         assert "48213" not in outputs["random"]
+
+
+@pytest.mark.parametrize("cache_name", ["index", "index+int8", "quest+int8"])
+def test_what_an_answer_needs_is_read(cache_name, real_model):
+    """A tenth of the tokens, chosen anew by each query, exact or encoded, holds the number that the prompt asks for."""
+    model, tokenizer = real_model("smollm2")
+    text = tokenizer.decode(ids_of(tokenizer, PROMPT)[0], skip_special_tokens=True)
+    half = len(text) // 2
+    fact = " The special magic number for harbour is 48213. "
+    question = (
+        "\n\nQuestion: What is the special magic number for harbour?\nAnswer: The special magic number for harbour is"
+    )
+    ids = tokenizer(text[:half] + fact + text[half:] + question, return_tensors="pt").input_ids
+    hf_kvcache.enable()
+    options = {"cache_implementation": cache_name, "cache_config": {"keep_ratio": 0.1}, "return_dict_in_generate": True}
+    output = model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+    assert "48213" in tokenizer.decode(output.sequences[0, ids.shape[1] :])
+    cache = getattr(output, CACHE_ARG, None) or output.past_key_values
+    assert cache.report().read_ratio < 0.8

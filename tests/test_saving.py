@@ -53,6 +53,8 @@ CACHES = (
     ("adakv+int8", "llama", _EVICTED | _INTEGER, {}),
     ("blend+turboquant", "falcon_h1", _EVICTED | _CODED, {}),
     *((name, "llama", _READ, {"max_position_embeddings": 512}) for name in _READERS),
+    ("quest+int4", "llama", _READ | _INTEGER, {"max_position_embeddings": 512}),
+    ("index+turboquant", "falcon_h1", _READ | _CODED, {"max_position_embeddings": 512}),
     ("compressed", "gemma3", _READ | {"segment_length": 16}, {}),
     ("compressed", "llama", _READ | {"segment_length": 16, "keep": "selected"}, {}),
     ("turboquant", "llama", _CODED | {"residual_length": 0}, {"max_position_embeddings": 512}),

@@ -4,6 +4,8 @@ import weakref
 
 import torch
 
+from .huge_pages import advise_huge_pages
+
 
 class BlockPool:
     """Memory of all blocks on one device, shared by the layers (and, when passed on, by the caches) that use it.
@@ -57,4 +59,7 @@ class BlockPool:
         """An uninitialised tensor."""
         # A tensor born in inference mode could never be written outside it, in a later turn.
         with torch.inference_mode(False):
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            memory = torch.empty(shape, dtype=dtype, device=self.device)
+        if self.device.type == "cpu":
+            advise_huge_pages(memory)
+        return memory

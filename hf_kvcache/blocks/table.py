@@ -1,6 +1,7 @@
 """Block tables of a batch of sequences on one arena: append, crop, drop the front, reorder, fork, free."""
 
 import copy
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,6 +12,8 @@ import torch
 from .arena import Arena
 from .pool import BlockPool
 from .runs import Span, find_spans
+
+_versions = itertools.count()
 
 
 class Part(NamedTuple):
@@ -30,7 +33,8 @@ class BlockTable:
     """Maps the tokens `[start, stop)` of each of `B` equally long sequences to blocks of an arena.
 
     Column `c` of `block_ids` `[B, N]` holds the tokens of `[(first_column + c) * block_size, ...)`. Rows may share
-    blocks; a shared block is copied before it is written (copy on write).
+    blocks; a shared block is copied before it is written (copy on write). `version` changes whenever tokens come to lie
+    elsewhere; no two tables have the same.
     """
 
     def __init__(self, arena: Arena, num_rows: int):
@@ -43,6 +47,7 @@ class BlockTable:
         self._one_run: list[torch.Tensor] | None = None
         self._device_ids: torch.Tensor | None = None
         self._owns_open_block = False
+        self.version = next(_versions)
         arena.add_table(self)
 
     def __deepcopy__(self, memo: dict) -> "BlockTable":
@@ -88,9 +93,11 @@ class BlockTable:
     def forget_views(self) -> None:
         """Let go of the views of the arena that reading keeps at hand."""
         self._one_run = None
+        self.version = next(_versions)
 
     def _set_ids(self, block_ids: np.ndarray) -> None:
         self.block_ids = block_ids
+        self.version = next(_versions)
         self._spans = self._one_run = self._device_ids = None
         self._owns_open_block = False
 

@@ -57,6 +57,31 @@ def decode(
     _publish(result, as_json)
 
 
+@app.command("attention")
+def attention(
+    model: ModelName = DEFAULT_MODEL,
+    contexts: Annotated[str, typer.Option("--contexts", help="Tokens in the layer, comma-separated.")] = "32768",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps a cache and context.")] = 60,
+    caches: Annotated[
+        str, typer.Option("--caches", help="Caches to measure, comma-separated; options as quest:budget=512:...")
+    ] = "index,quest,page_mean",
+    dtype: DtypeName = Dtype.float32,
+    as_json: AsJson = False,
+    threads: Threads = None,
+) -> None:
+    """Time the attention of one step in one layer on a CPU, as a ratio to reading everything (`blocks`)."""
+    lengths, chosen = parse_integers(contexts, "--contexts"), _parse_caches(caches)
+    set_threads(threads)
+    from hf_kvcache.bench.attention import bench_attention
+
+    loaded, _ = load(model, dtype, "cpu")
+    result = bench_attention(loaded, contexts=lengths, steps=steps, caches=chosen, progress=remark)
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        show(result.table())
+
+
 @app.command("fidelity")
 def fidelity(
     model: ModelName = DEFAULT_MODEL,

@@ -22,19 +22,28 @@ struct Store {
   const float* rotation;  // [dim, dim]
 };
 
-// Consecutive tokens. Token `i` of row `b` is slot `first_slot[b] + i` of the mask, and is seen below slot `stop` only.
+// Consecutive tokens, or units of `unit` tokens that lie anywhere. Token `i` of row `b` is slot `first_slot[b] + i` of the
+// mask, and is seen below slot `stop` only.
 struct Segment {
   Store key, value;
-  const int64_t* ids;  // [rows, groups]: where each group lies, or null: in order
-  int64_t ids_stride, group_length, length;
-  const int64_t* first_slot;  // [rows], or null: `slot`
+  const int64_t* ids;  // [rows, heads or 1, units]: where each unit lies, or null: in order
+  int64_t ids_row, ids_head;
+  int64_t unit, group_length, length;  // unit `id` is a part of group `id * unit / group_length`; all in tokens
+  const int64_t* slots;                // as `ids`: the first slot of each unit, or less than 0: not seen; or null
+  const float* scores;                 // [rows, heads, queries, scores_row], scaled, or null: by the keys
+  int64_t scores_row;
+  const int64_t* first_slot;           // [rows], or null: `slot`
   int64_t slot, stop;
   int64_t hides_sinks;
+
+  const int64_t* of(const int64_t* all, int64_t b, int64_t h) const {
+    return all ? all + b * ids_row + h * ids_head : nullptr;
+  }
 };
 
 struct Call {
   int64_t rows, heads, queries, num_segments, num_threads;
-  const Segment* segments;
+  Segment* segments;
   const float* query;  // [rows, heads, queries, key dim]
   float scaling;
   int32_t mask_is_additive;
@@ -43,4 +52,32 @@ struct Call {
   const int64_t* sinks;  // [rows]: first slot of the `num_sinks` tokens that segments with `hides_sinks` leave out
   int64_t num_sinks;
   float* output;  // [rows, heads, queries, value dim]
+};
+
+// How the queries that units are estimated with come from those of the attention.
+struct Estimate {
+  Store key;            // summaries, one a unit
+  const int64_t* ids;   // [rows, N]: where each slot of `per_slot` summaries lies
+  int64_t ids_row, per_slot;
+  const float* query;   // [rows, heads, queries, dim], scaled, or null: the attention's own
+  const float* mean;    // [rows, heads, dim]: their product with a query is added to its scores, or null
+  float added, spread;  // added to all scores; of bounds
+  int32_t has_bounds;   // the key is the largest and the smallest value of each channel
+  int32_t rounds;       // queries are rotated as the key, then rounded to 8 bits
+};
+
+// Which units of tokens the last segment of `attention` reads: those of the largest estimated mass.
+struct Choice {
+  Call* attention;  // all other segments are read anyway: what they have of the attention is left for no unit
+  Estimate estimate;
+  int64_t unit, num_units;             // tokens a unit; units a row that are chosen from
+  const int64_t* first_sink;           // [rows]: slot, or null: 0
+  int64_t num_sinks, sinks_are_apart;  // units with sinks are not chosen; if sinks are stored apart, those of sinks alone
+  const int64_t* blocks;   // [rows, N]: unit `i` lies at `blocks[i / block_units] * block_units + i % block_units`
+  int64_t blocks_row, block_units;
+  int64_t count, is_mean;  // units to choose, at most; query heads agree by the mean of their shares, else the largest
+  double top_p;            // choose until what is read has this share of the estimated attention, or 0: choose `count`
+  int64_t *ids, *slots;    // [rows, heads, count]: where the chosen units lie, in order, and their first slots, or -1
+  float* scores;           // [rows, heads, queries, count] of the chosen units, or null
+  int64_t taken;           // written: units of the row and head that has the most; the others are filled up to it
 };

@@ -19,6 +19,7 @@ from . import native, structs
 _LANES = 16
 _LARGEST_DIM = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_STOP = 2**62
 
 
 class Segment(NamedTuple):
@@ -40,13 +41,13 @@ def can_serve(query: torch.Tensor, mask: torch.Tensor | None, dims: Sequence[int
 
 
 def dense_segment(
-    states: Sequence[torch.Tensor], *, slot: int = 0, first_slot: torch.Tensor | None = None, stop: int = 2**62
+    states: Sequence[torch.Tensor], *, slot: int = 0, first_slot: torch.Tensor | None = None, stop: int = _NO_STOP
 ) -> Segment:
     """Keys and values `[B, Hkv, T, D]`, views with any strides but the last.
 
     Token `i` is slot `slot + i` of the mask, or `first_slot[row] + i` (int64 `[B]`). Slots from `stop` on are not seen.
     """
-    struct = structs.Segment(slot=slot, stop=stop, length=states[0].shape[2], group_length=1)
+    struct = structs.Segment(slot=slot, stop=stop, length=states[0].shape[2], unit=1, group_length=1)
     struct.key, struct.value = map(structs.dense_store, states)
     if first_slot is not None:
         struct.first_slot = first_slot.data_ptr()
@@ -71,15 +72,23 @@ def coded_segment(
         slot: of the first encoded token.
     """
     ids = np.ascontiguousarray(block_ids)
-    struct = structs.Segment(ids=ids.ctypes.data, ids_stride=ids.shape[1], group_length=group_length, stop=2**62)
+    struct = structs.Segment(ids=ids.ctypes.data, ids_row=ids.shape[1], unit=group_length, stop=_NO_STOP)
     struct.length, struct.slot, struct.hides_sinks = ids.shape[1] * group_length, slot, 1
+    set_coded_stores(struct, forms, planes, group_length)
+    return Segment(struct, planes[0].shape[0], (*planes, ids, *forms))
+
+
+def set_coded_stores(
+    struct: structs.Segment, forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int
+) -> None:
+    """Say that a segment lies in groups of `group_length` tokens in these planes of codecs."""
+    struct.group_length = group_length
     assert forms[0].by_channel or "zero" not in forms[0].planes, "keys by the token have no zero point"
     assert not forms[1].by_channel, "values have their scales by the token"
     assert "mean" not in forms[1].planes, "values have no mean"
     count = len(forms[0].planes)
     struct.key = structs.coded_store(forms[0], planes[:count], group_length)
     struct.value = structs.coded_store(forms[1], planes[count:], group_length)
-    return Segment(struct, planes[0].shape[0], (*planes, ids, *forms))
 
 
 def chosen_segment(
@@ -97,17 +106,42 @@ def chosen_segment(
         planes: of keys and of values, contiguous.
         ids: int64 `[rows, K]`: which runs of `unit` tokens of a plane each row sees.
         dims: channels of keys and of values.
-        unit: tokens a run, a multiple of 16.
+        unit: tokens a run.
         slot: of the mask, for the first token.
         length: tokens a row; None: all of the runs.
     """
-    assert unit % _LANES == 0, f"vectors of 16: {unit}"
-    ids = ids.contiguous()
-    struct = structs.Segment(ids=ids.data_ptr(), ids_stride=ids.shape[1], group_length=unit, stop=2**62)
-    struct.slot, struct.length = slot, ids.shape[1] * unit if length is None else length
-    stores = (structs.run_store(plane, dim, unit) for plane, dim in zip(planes, dims, strict=True))
-    struct.key, struct.value = stores
-    return Segment(struct, 1, (*planes, ids))
+    ids = ids.contiguous().numpy()
+    segment = run_segment(planes, ids, dims, unit, slot=slot, length=ids.shape[1] * unit if length is None else length)
+    return segment._replace(num_heads=1)
+
+
+def run_segment(
+    planes: Sequence[torch.Tensor],
+    ids: np.ndarray,
+    dims: Sequence[int],
+    unit: int,
+    *,
+    length: int,
+    slot: int = 0,
+    slots: np.ndarray | None = None,
+) -> Segment:
+    """Tokens as they are, in runs that lie anywhere, the same ones for all heads.
+
+    Args:
+        planes: of keys and of values, `[H, slots, D]`, contiguous.
+        ids: int64 `[B, K]`: which runs of `unit` tokens each row sees; rows may lie apart.
+        dims: channels of keys and of values.
+        unit: tokens a run.
+        length: tokens a row.
+        slot: of the mask, for the first token.
+        slots: int64 `[B, K]`, the first slot of each run, or less than 0 for those that are not seen.
+    """
+    struct = structs.Segment(unit=unit, group_length=unit, slot=slot, length=length, stop=_NO_STOP)
+    structs.set_ids(struct, ids)
+    if slots is not None:
+        struct.slots = slots.ctypes.data
+    struct.key, struct.value = (structs.run_store(p, dim, unit) for p, dim in zip(planes, dims, strict=True))
+    return Segment(struct, planes[0].shape[0], (*planes, ids, slots))
 
 
 def attend(
@@ -133,27 +167,56 @@ def attend(
     Raises:
         ValueError: if the mask has too few rows or slots.
     """
-    rows, heads, _, dim = query.shape
-    packed = query.detach().float().contiguous()
-    array = (structs.Segment * len(segments))(*(segment.struct for segment in segments))
-    output = packed.new_zeros(rows, 1, heads, array[0].value.dim)
-    kv_heads = segments[0].num_heads
-    call = structs.Call(rows=rows, heads=kv_heads, queries=heads // kv_heads, num_segments=len(segments))
-    call.num_threads, call.scaling = torch.get_num_threads(), dim**-0.5 if scaling is None else scaling
-    call.segments = ctypes.addressof(array)
-    call.query, call.output = packed.data_ptr(), output.data_ptr()
-    if mask is not None:
-        slots = max(min(s.struct.slot + s.struct.length, s.struct.stop) for s in segments)
-        if mask.shape[0] not in (1, rows) or mask.shape[-1] < slots:
+    call = Call(segments, rows=query.shape[0], num_heads=query.shape[1], sinks=sinks)
+    call.take(query, scaling, mask)
+    native.library().hf_kvcache_decode(ctypes.byref(call.struct))
+    return call.output.to(query.dtype)
+
+
+class Call:
+    """What the kernel is called with: what is the same for every query, then a query (`take`).
+
+    It keeps nothing alive that segments point into.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        rows: int,
+        num_heads: int,
+        sinks: tuple[torch.Tensor, int] | None = None,
+    ):
+        self.segments = (structs.Segment * len(segments))(*(segment.struct for segment in segments))
+        kv_heads = segments[0].num_heads
+        self.struct = structs.Call(rows=rows, heads=kv_heads, queries=num_heads // kv_heads, num_segments=len(segments))
+        self.struct.segments = ctypes.addressof(self.segments)
+        self._shape = (rows, 1, num_heads, self.segments[0].value.dim)
+        if sinks is not None:
+            self.struct.sinks, self.struct.num_sinks = sinks[0].data_ptr(), sinks[1]
+
+    def take(self, query: torch.Tensor, scaling: float | None, mask: torch.Tensor | None) -> None:
+        """The query, mask and output of the next run; arguments and errors as for `attend`."""
+        call = self.struct
+        self.query, self.mask = query.detach().float().contiguous(), None
+        self.output = torch.empty(self._shape)
+        call.query, call.output = self.query.data_ptr(), self.output.data_ptr()
+        call.num_threads = torch.get_num_threads()
+        call.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if mask is None:
+            call.mask = None
+        else:
+            self._take_mask(mask)
+
+    def _take_mask(self, mask: torch.Tensor) -> None:
+        call = self.struct
+        slots = max(min(segment.slot + segment.length, segment.stop) for segment in self.segments)
+        if mask.shape[0] not in (1, call.rows) or mask.shape[-1] < slots:
             raise ValueError(
-                f"the attention mask {tuple(mask.shape)} does not cover {rows} rows of {slots} tokens: give a mask of "
-                "all tokens that the cache has seen."
+                f"the attention mask {tuple(mask.shape)} does not cover {call.rows} rows of {slots} tokens: give a "
+                "mask of all tokens that the cache has seen."
             )
         call.mask_is_additive = mask.dtype != torch.bool
         mask = mask.float() if call.mask_is_additive else mask
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+        self.mask = mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         call.mask, call.mask_stride = mask.data_ptr(), mask.stride(0) if mask.shape[0] > 1 else 0
-    if sinks is not None:
-        call.sinks, call.num_sinks = sinks[0].data_ptr(), sinks[1]
-    native.library().hf_kvcache_decode(ctypes.byref(call))
-    return output.to(query.dtype)

@@ -21,7 +21,11 @@ import torch
 from filelock import FileLock
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("decode.cpp", "split.h", "call.h", "products.h", "formats.h", "vec.h")
+_SOURCES = (
+    *("decode.cpp", "choose.cpp", "products.cpp"),
+    *("bytes.h", "call.h", "estimates.h", "formats.h", "parts.h"),
+    *("products.h", "queries.h", "select.h", "split.h", "vec.h"),
+)
 _COMPILERS = ("g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden", "-shared", "-w")
 _TIMEOUT = 600  # seconds
@@ -55,7 +59,8 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _built() -> Path:
-    compiler, arguments = _compiler(), [*_FLAGS, str(_FOLDER / _SOURCES[0])]
+    compiler = _compiler()
+    arguments = [*_FLAGS, *(str(_FOLDER / name) for name in _SOURCES if name.endswith(".cpp"))]
     # The macros tell the compiler's version and each instruction set that "native" stands for on this CPU.
     digest = hashlib.sha256(_run([*compiler, "-dM", "-E", "-x", "c++", os.devnull]))
     digest.update(" ".join([*compiler, *arguments, *_openmp()]).encode())

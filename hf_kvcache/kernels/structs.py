@@ -3,12 +3,19 @@
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..codecs.base import StoredForm
+from ..codecs.packing import fill_table
 
 # Numbers of `enum Form` in products.h.
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "float8": 3, "int8": 4, "codes": 5}
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "float8": 3, "int8": 4, "codes": 5, "index": 6}
+
+
+# Channels of which the codes of a token fill whole lanes, and what codes stand for where they do not.
+_INDEX_DIMS = (16, 32, 64, 128, 256)
+_INDEX_LEVELS = fill_table(torch.arange(4) - 1.5)
 
 
 class Plane(ctypes.Structure):
@@ -28,7 +35,9 @@ class Segment(ctypes.Structure):
     _fields_ = [
         *((name, Store) for name in ("key", "value")),
         ("ids", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("ids_stride", "group_length", "length")),
+        *((name, ctypes.c_int64) for name in ("ids_row", "ids_head", "unit", "group_length", "length")),
+        *((name, ctypes.c_void_p) for name in ("slots", "scores")),
+        ("scores_row", ctypes.c_int64),
         ("first_slot", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("slot", "stop", "hides_sinks")),
     ]
@@ -48,6 +57,38 @@ class Call(ctypes.Structure):
     ]
 
 
+class Estimate(ctypes.Structure):
+    _fields_ = [
+        ("key", Store),
+        ("ids", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("ids_row", "per_slot")),
+        *((name, ctypes.c_void_p) for name in ("query", "mean")),
+        *((name, ctypes.c_float) for name in ("added", "spread")),
+        *((name, ctypes.c_int32) for name in ("has_bounds", "rounds")),
+    ]
+
+
+class Choice(ctypes.Structure):
+    _fields_ = [
+        ("attention", ctypes.c_void_p),
+        ("estimate", Estimate),
+        *((name, ctypes.c_int64) for name in ("unit", "num_units")),
+        ("first_sink", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_sinks", "sinks_are_apart")),
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("blocks_row", "block_units", "count", "is_mean")),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("ids", "slots", "scores")),
+        ("taken", ctypes.c_int64),
+    ]
+
+
+def set_ids(segment: Segment | Estimate, ids: np.ndarray) -> None:
+    """Say where the units of each row lie: int64 `[B, K]`, which must stay alive; rows may lie apart."""
+    assert ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
+    segment.ids, segment.ids_row = ids.ctypes.data, ids.strides[0] // 8
+
+
 def dense_store(states: torch.Tensor) -> Store:
     """Keys or values `[B, H, T, D]`, a view with any strides but the last."""
     assert states.stride(-1) == 1, "channels lie side by side"
@@ -58,10 +99,21 @@ def dense_store(states: torch.Tensor) -> Store:
 
 
 def run_store(plane: torch.Tensor, dim: int, unit: int) -> Store:
-    """Keys or values of `dim` channels, token after token in `plane`; a group is a run of `unit` tokens."""
+    """Rows of `dim` channels, one after the other in `plane` `[H, slots, *]`; a group is a run of `unit` of them."""
     size = dim * plane.element_size()
     store = Store(form=_FORMS[plane.dtype], dim=dim, stride=size)
-    store.codes = Plane(plane.data_ptr(), 0, 0, unit * size)
+    store.codes = Plane(plane.data_ptr(), 0, plane.stride(0) * plane.element_size(), unit * size)
+    return store
+
+
+def index_store(codes: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor, unit: int) -> Store:
+    """2-bit codes and float16 scales of `unit` tokens a slot, `[H, slots, unit * D / 4]` and `[H, slots, unit]`."""
+    dim = len(rotation)
+    is_bytewise = dim in _INDEX_DIMS
+    store = Store(form=_FORMS["index" if is_bytewise else "codes"], bits=2, dim=dim, block=dim, stride=dim // 4)
+    store.codes = Plane(codes.data_ptr(), 0, codes.stride(0), unit * dim // 4)
+    store.scale = Plane(scale.data_ptr(), 0, scale.stride(0) * 2, unit * 2)
+    store.table, store.rotation = _INDEX_LEVELS.data_ptr(), rotation.data_ptr()
     return store
 
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -134,6 +135,31 @@ inline Vec sums(Vec* vecs) {
 inline float sum(Vec vec) {
   for (int count = kLanes / 2; count; count /= 2) vec = add_pairs(vec, vec);
   return vec[0];
+}
+
+inline IntVec add_pairs(IntVec a, IntVec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
+#else
+  return __builtin_shuffle(a, b, IntVec{EVEN_LANES}) + __builtin_shuffle(a, b, IntVec{ODD_LANES});
+#endif
+}
+
+inline Vec largest(Vec a, Vec b) { return a > b ? a : b; }
+
+// Writes `first + lane` for each lane in which a comparison holds, and returns where the next is written. There is room
+// for a whole vector.
+inline int32_t* store_lanes(int32_t* to, int32_t first, IntVec is_true) {
+#if AVX512
+  const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (mask) _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+  return to + __builtin_popcount(mask);
+#else
+  for (int i = 0; i < kLanes; ++i)
+    if (is_true[i]) *to++ = first + i;
+  return to;
+#endif
 }
 
 inline float largest(Vec vec) {

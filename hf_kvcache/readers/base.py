@@ -1,10 +1,20 @@
 """What a reader is: small summaries of closed blocks, and estimates from them of what a query attends to."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from ..attention import few_products
 from ..blocks.arena import Plane
+from ..kernels import structs
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+def to_float16(summaries: torch.Tensor) -> torch.Tensor:
+    """Summaries in 16 bits, of any dtype: a rounding far below what they leave out of the keys."""
+    return summaries.clamp(-_LARGEST, _LARGEST).half()
 
 
 class Reader(ABC):
@@ -35,7 +45,26 @@ class Reader(ABC):
     def summarise(self, keys: torch.Tensor, fitted: list[torch.Tensor]) -> list[torch.Tensor]:
         """Keys `[B, Hkv, n * block_size, D]` to one `[B, Hkv, n, *]` tensor a plane."""
 
-    @abstractmethod
+    def prepare(self, query: torch.Tensor, fitted: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is multiplied with `rows` for scores, `[B, Hkv, G, dim]`, and what is added, `[B, Hkv, G]`, or None."""
+        return query, None
+
+    def rows(self, summaries: list[torch.Tensor]) -> torch.Tensor:
+        """What stands for the key of each unit, `[B, Hkv, units, dim]`."""
+        return summaries[0]
+
+    def estimate(
+        self, planes: list[torch.Tensor], fitted: list[torch.Tensor], head_dim: int, blocks: int = 1
+    ) -> structs.Estimate | None:
+        """What `scores` does, for the decode kernel; None: it has no words for it.
+
+        Args:
+            planes: `[H, slots, *]`, those of the arena of the summaries; with `reads_keys`, the layer's own.
+            head_dim: channels of a key.
+            blocks: whose summaries lie in one slot.
+        """
+        return None
+
     def scores(self, query: torch.Tensor, summaries: list[torch.Tensor], fitted: list[torch.Tensor]) -> torch.Tensor:
         """Estimated log mass of each unit: the logarithm of the sum of `exp(query . key)` over its tokens.
 
@@ -46,7 +75,10 @@ class Reader(ABC):
         Returns:
             `[B, Hkv, G, units]`, float32.
         """
+        prepared, bias = self.prepare(query, fitted)
+        scores = few_products(prepared.float(), self.rows(summaries).float())
+        return scores if bias is None else scores.add_(bias.unsqueeze(-1))
 
-    def read_bytes(self, summaries: list[torch.Tensor]) -> int:
-        """Bytes of `summaries` that `scores` reads."""
-        return sum(summary.nbytes for summary in summaries)
+    def read_bytes(self, planes: Sequence[Plane], blocks: int) -> int:
+        """Bytes of a row that the scores of `blocks` blocks read: of the summaries; with `reads_keys`, of the layer."""
+        return blocks * sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in planes)

@@ -36,19 +36,23 @@ class ReadBudget:
             chosen["budget"] = DEFAULT_BUDGET
         return cls(**chosen)
 
-    def num_units(self, candidates: int, unit: int) -> int:
-        """Units of `unit` tokens to read of `candidates` older tokens; with `top_p`, at most."""
+    def num_units(self, candidates: int, unit: int, recent: int | None = None) -> int:
+        """Units of `unit` tokens to read of `candidates` older tokens; with `top_p`, at most.
+
+        `recent` tokens are read anyway; None: `num_recent_tokens`. Without room for more, it is one unit.
+        """
         if self.top_p is not None:
             return candidates // unit
         if self.keep_ratio is not None:
             return max(1, round(self.keep_ratio * candidates / unit))
-        return min(candidates, self.budget - self.num_sink_tokens - self.num_recent_tokens) // unit
+        recent = self.num_recent_tokens if recent is None else recent
+        return max(1, min(candidates, self.budget - self.num_sink_tokens - recent) // unit)
 
-    def reads_all(self, candidates: int, unit: int) -> bool:
+    def reads_all(self, candidates: int, unit: int, recent: int | None = None) -> bool:
         """Whether there is nothing to choose."""
         if self.top_p is not None:
             return self.top_p == 1 or not candidates
-        return self.num_units(candidates, unit) >= candidates // unit
+        return self.num_units(candidates, unit, recent) >= candidates // unit
 
     def choose(self, scores: torch.Tensor, read: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The units that the query heads of each KV head read.

@@ -6,7 +6,6 @@ Differs from the paper: channels are chosen from the first tokens of each row in
 model's dtype instead of 4 bits.
 """
 
-from ..attention import few_products
 from ..blocks.arena import Plane
 from .base import Reader
 
@@ -36,7 +35,8 @@ class DoubleSparsity(Reader):
         chosen = keys.gather(3, fitted[0].expand(-1, -1, keys.shape[2], -1))
         return [chosen.unflatten(2, (-1, self.block_size)).flatten(3)]
 
-    def scores(self, query, summaries, fitted):
-        own = query.gather(3, fitted[0].expand(-1, -1, query.shape[2], -1))
-        labels = summaries[0].unflatten(3, (self.block_size, -1)).flatten(2, 3)
-        return few_products(own, labels)
+    def prepare(self, query, fitted):
+        return query.gather(3, fitted[0].expand(-1, -1, query.shape[2], -1)), None
+
+    def rows(self, summaries):
+        return summaries[0].unflatten(3, (self.block_size, -1)).flatten(2, 3)

@@ -6,9 +6,11 @@ Papers: Lu et al. 2025, MoBA, https://arxiv.org/abs/2502.13189, trains with this
 
 import math
 
-from ..attention import few_products
+import torch
+
 from ..blocks.arena import Plane
-from .base import Reader
+from ..kernels import structs
+from .base import Reader, to_float16
 
 
 class PageMean(Reader):
@@ -19,10 +21,14 @@ class PageMean(Reader):
         self.unit = block_size
 
     def planes(self, num_heads, head_dim, dtype):
-        return (Plane(num_heads, head_dim, dtype),)
+        return (Plane(num_heads, head_dim, torch.float16),)
 
     def summarise(self, keys, fitted):
-        return [keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3).to(keys.dtype)]
+        return [to_float16(keys.unflatten(2, (-1, self.block_size)).float().mean(dim=3))]
 
-    def scores(self, query, summaries, fitted):
-        return few_products(query, summaries[0]) + math.log(self.block_size)
+    def prepare(self, query, fitted):
+        return query, query.new_full(query.shape[:3], math.log(self.block_size), dtype=torch.float32)
+
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], head_dim, blocks)
+        return structs.Estimate(key=key, per_slot=blocks, added=math.log(self.block_size))

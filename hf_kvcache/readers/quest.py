@@ -10,9 +10,9 @@ at once, `spread` takes only a part of the way from the middle of each channel t
 
 import torch
 
-from ..attention import few_products
 from ..blocks.arena import Plane
-from .base import Reader
+from ..kernels import structs
+from .base import Reader, to_float16
 
 
 class Quest(Reader):
@@ -29,14 +29,16 @@ class Quest(Reader):
         self.spread = spread
 
     def planes(self, num_heads, head_dim, dtype):
-        return (Plane(num_heads, 2 * head_dim, dtype),)
+        return (Plane(num_heads, 2 * head_dim, torch.float16),)
 
     def summarise(self, keys, fitted):
         blocks = keys.unflatten(2, (-1, self.block_size))
-        return [torch.cat([blocks.amax(dim=3), blocks.amin(dim=3)], dim=-1)]
+        return [to_float16(torch.cat([blocks.amax(dim=3), blocks.amin(dim=3)], dim=-1))]
 
-    def scores(self, query, summaries, fitted):
-        up, down = query.clamp(min=0), query.clamp(max=0)
-        own, other = (1 + self.spread) / 2, (1 - self.spread) / 2
-        weights = torch.cat([own * up + other * down, own * down + other * up], dim=-1)  # of the largest, the smallest
-        return few_products(weights, summaries[0])
+    def prepare(self, query, fitted):
+        middle, reach = query / 2, query.abs() * (self.spread / 2)
+        return torch.cat([middle + reach, middle - reach], dim=-1), None  # times the largest, the smallest
+
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], 2 * head_dim, blocks)
+        return structs.Estimate(key=key, per_slot=blocks, has_bounds=True, spread=self.spread)

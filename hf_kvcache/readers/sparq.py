@@ -41,6 +41,6 @@ class SparQ(Reader):
         share = largest.abs().sum(dim=-1, keepdim=True) / magnitude.sum(dim=-1, keepdim=True).clamp(min=1e-9)
         return torch.matmul(largest, read.transpose(2, 3)).float() / share.float().clamp(min=1e-9).sqrt()
 
-    def read_bytes(self, summaries):
-        keys = summaries[0]
-        return keys.nbytes * min(self.num_channels, keys.shape[-1]) // keys.shape[-1]
+    def read_bytes(self, planes, blocks):
+        key = planes[0]
+        return super().read_bytes(planes[:1], blocks) * self.block_size * min(self.num_channels, key.dim) // key.dim

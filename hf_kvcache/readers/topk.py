@@ -4,7 +4,7 @@ Saves the values of the tokens that are not chosen, so that at most half of the 
 Paper: Gupta et al. 2021, Memory-efficient Transformers via Top-k Attention, https://arxiv.org/abs/2106.06899.
 """
 
-from ..attention import few_products
+from ..kernels import structs
 from .base import Reader
 
 
@@ -19,5 +19,9 @@ class TopK(Reader):
     def summarise(self, keys, fitted):
         return []
 
-    def scores(self, query, summaries, fitted):
-        return few_products(query, summaries[0])
+    def estimate(self, planes, fitted, head_dim, blocks=1):
+        key = structs.run_store(planes[0], head_dim, blocks * self.block_size)
+        return structs.Estimate(key=key, per_slot=blocks * self.block_size)
+
+    def read_bytes(self, planes, blocks):
+        return super().read_bytes(planes[:1], blocks) * self.block_size

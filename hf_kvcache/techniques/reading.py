@@ -22,15 +22,18 @@ def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Tech
     return Technique(name, number, "reading", summary, False, (*common, *options))
 
 
+# Smaller pages read what a query needs more exactly, for twice the summaries.
+_PAGE = Option("block_size", "int", 8, "tokens a block, and a page that is read as a whole", at_least(1))
 _CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", at_least(1))
 READERS = (
     _reading("index", "tokens, by a 2-bit copy of the keys"),
     _reading(
         "quest",
         "blocks, by the bounds of their keys",
+        _PAGE,
         Option("spread", "float", 0.25, "how far a block's keys reach to their bounds: 1 is the paper's", share),
     ),
-    _reading("page_mean", "blocks, by their mean keys"),
+    _reading("page_mean", "blocks, by their mean keys", _PAGE),
     _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
     _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),
     _reading("topk", "tokens, by their exact scores: the yardstick"),
@@ -43,3 +46,25 @@ COMPRESSED = _reading(
     Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
     number=6,
 )
+
+# Readers that find what to read of encoded tokens, and encodings of which a part can be decoded.
+_OF_ENCODED = ("index", "page_mean", "quest")
+_IN_PARTS = ("bnb8", "fp4", "fp8", "int2", "int4", "int8", "nf4", "turboquant")
+
+
+def check_reads_encoded(reading: str, encoding: str) -> None:
+    """Refuse a reading technique that does not compose with an encoding.
+
+    Raises:
+        ValueError: naming both, why, and what composes.
+    """
+    if reading not in _OF_ENCODED:
+        raise ValueError(
+            f"{reading!r} and {encoding!r} do not compose: {reading!r} reads exact keys. Of encoded tokens "
+            f"{', '.join(map(repr, _OF_ENCODED))} find what to read: use one of them."
+        )
+    if encoding not in _IN_PARTS:
+        raise ValueError(
+            f"{reading!r} and {encoding!r} do not compose: {encoding!r} encodes the heads of a layer together, and "
+            f"each reads other tokens. Use one of {', '.join(map(repr, _IN_PARTS))}."
+        )
