@@ -16,9 +16,11 @@ from .compression import retrieval_scores
 from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
+from .fitted_layer import FittedLayer
 from .layer import LayerContext
 from .model_layers import attention_modules, passes_straight_through
 from .policies import build_policy
+from .policies.attention_matching import AttentionMatching
 from .readers import ReadBudget, build_reader
 from .reading_layer import ReadingLayer
 from .registry import Recipe, resolve
@@ -33,6 +35,7 @@ _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 _STATES = ("linear_attention", "conv")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
+_CANNOT_FIT = "compressed with keep='selected' cannot turn this model's queries: {reason}. Give fit='none'."
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 
 
@@ -182,15 +185,25 @@ class _Builder:
             residual_length=self.options.get("residual_length", 0),
         )
 
-    def _build_reading(self, attention: nn.Module, context: LayerContext) -> ReadingLayer:
+    def _build_reading(self, attention: nn.Module, context: LayerContext) -> ReadingLayer | FittedLayer:
         name, options = self.recipe.fills("reading").name, self.options
         check_takes_over(name, attention, context)
         budget = ReadBudget.of(options)
         if name == "compressed":
+            if options["keep"] == "selected" and options["fit"] != "none":
+                return self._build_fitted(attention, context, budget)
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
             layer = SummaryLayer if options["keep"] == "selected" else CompressedLayer
             return layer(context, budget=budget, **sizes)
         return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
+
+    def _build_fitted(self, attention: nn.Module, context: LayerContext, budget: ReadBudget) -> FittedLayer:
+        policy = AttentionMatching(
+            rotary=find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_FIT),
+            num_sink_tokens=budget.num_sink_tokens,
+            needs_reconstruction=self.options["fit"] == "reading",
+        )
+        return FittedLayer(context, policy=policy, budget=budget, segment_length=self.options["segment_length"])
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:
         """What turns keys to other positions, if the options ask for it."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import compat
-from .compression import evicting_layers, reconstruct_and_evict
+from .compression import evict_together, evicting_layers, reconstruct_and_evict
 from .layer import KVLayer
 from .registry import Recipe
 from .report import MemoryReport, build_report
@@ -103,6 +103,9 @@ class KVCache(Cache):
         if not self.num_tokens_seen:
             return
         if not layers[0].policy.needs_reconstruction:
+            if layers[0].evicts_together:
+                evict_together(layers)
+                return
             for layer in layers:
                 layer.evict()
             return
@@ -115,14 +118,14 @@ class KVCache(Cache):
         """The tokens up to slot `end` that run in this context are a prompt; evict when they are in."""
         layers = evicting_layers(self.layers)
         # The cache of a draft model is not compressed: its tokens are taken back.
-        reads_again = bool(layers) and layers[0].policy.needs_reconstruction and not layers[0].record_past
-        if reads_again and not input_ids.shape[1]:
+        is_joint = bool(layers) and layers[0].evicts_together and not layers[0].record_past
+        if is_joint and layers[0].policy.needs_reconstruction and not input_ids.shape[1]:
             raise ValueError(_NO_IDS.format(name=self.recipe.name))
         for layer in layers:
             layer.begin_prompt(end)
         try:
             yield
-            if reads_again:
+            if is_joint:
                 self.compress(input_ids)
         finally:
             for layer in layers:

@@ -9,6 +9,7 @@ import torch
 
 from . import compat
 from .evicting_layer import EvictingLayer
+from .policies.base import Held
 from .policies.duo_attention import InductionProbe
 from .policies.reconstruction import Reconstruction
 from .policies.selection import best_of_all_layers
@@ -36,13 +37,25 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    scores = [read.most for read in _read_again(model, cache, input_ids, Reconstruction, first.policy.chunk_length)]
+    reads = _read_again(model, cache, input_ids, Reconstruction, first.policy.chunk_length)
     held = [layer.held() for layer in layers]
-    protected = [
-        layer.finish(score.masked_fill(part.slots < past - count, torch.inf), part)
-        for layer, score, part in zip(layers, scores, held, strict=True)
+    scores = [
+        read.most.masked_fill(part.slots < past - count, torch.inf) for read, part in zip(reads, held, strict=True)
     ]
-    budget = torch.stack([layer.budget().to(first.device) for layer in layers])  # [layers, B]
+    _keep_best(layers, held, scores)
+
+
+def evict_together(layers: Sequence[EvictingLayer]) -> None:
+    """Evict from all layers, whose tokens share one budget, by the scores of their policies."""
+    if layers[0].plan.budget.keeps_all(layers[0].seen):
+        return
+    held = [layer.scored() for layer in layers]
+    _keep_best(layers, *map(list, zip(*held, strict=True)))
+
+
+def _keep_best(layers: Sequence[EvictingLayer], held: Sequence[Held], scores: Sequence[torch.Tensor]) -> None:
+    protected = [layer.finish(score, part) for layer, score, part in zip(layers, scores, held, strict=True)]
+    budget = torch.stack([layer.budget().to(layers[0].device) for layer in layers])  # [layers, B]
     for layer, keep in zip(layers, best_of_all_layers(protected, budget), strict=True):
         layer.evict(keep=keep)
 
