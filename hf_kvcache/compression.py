@@ -103,9 +103,10 @@ def _read_again(
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
         is_real = torch.where(slots < past, slots, slots - past + begin + skipped) >= first_slot[:, None]
-        positions = slots[past:] - first_slot[:, None]
+        # The second reading follows the first at once, however much padding stands between them.
+        positions = slots[past:] - (first_slot + (first_slot - skipped).clamp(min=0))[:, None]
         inputs = {"input_ids": chunk, "use_cache": True, compat.CACHE_ARG: reading}
-        inputs["position_ids"] = positions.to(chunk.device)
+        inputs["position_ids"] = positions.clamp(min=0).to(chunk.device)
         is_padded = not bool(is_real.all())
         if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()

@@ -59,9 +59,14 @@ class FittedLayer(EvictingLayer):
         old = (self.seen - self.first_slot - exact).clamp(min=0)
         return exact + (old.double() * self.keep_ratio - 1e-6).ceil().long()
 
+    def _attend_and_store(self, base, module, query, states, mask, args: tuple, kwargs: dict):
+        self._is_long = query.shape[2] >= self.plan.interval
+        return super()._attend_and_store(base, module, query, states, mask, args, kwargs)
+
     def _is_due(self) -> bool:
-        if self._prompt_end is not None or self.record_past or self.keep_ratio == 1.0:
-            return False  # the cache compresses all layers at once, when the prompt is in
+        # What came in at once is a prompt: the cache compresses all layers together when it is in, or when told to.
+        if self._prompt_end is not None or self._is_long or self.record_past or self.keep_ratio == 1.0:
+            return False
         return self.table.length - self.plan.num_recent_tokens >= self.plan.interval
 
     def evict(self, keep: torch.Tensor | None = None, tail=None) -> bool:

@@ -37,13 +37,15 @@ class Shares(NamedTuple):
     Attributes:
         logsumexp: of each query's scores for all tokens, `[M, 1]`.
         output: of attention to all tokens, `[M, Dv]`.
-        taken: the part of it that comes from the tokens to be replaced, `[M, Dv]`.
-        mass: their share, `[M]`.
+        other: the part of it that comes from tokens that are not replaced, `[M, Dv]`.
+        other_mass: their share, `[M, 1]`; not as a difference, of which rounding would leave nothing.
+        mass: the share of the tokens to be replaced, `[M]`.
     """
 
     logsumexp: torch.Tensor
     output: torch.Tensor
-    taken: torch.Tensor
+    other: torch.Tensor
+    other_mass: torch.Tensor
     mass: torch.Tensor
 
 
@@ -82,13 +84,13 @@ def match_attention(
 
 def _attend(queries, keys, values, is_replaced, scaling: float) -> Shares:
     parts = []
-    replaced_values = values * is_replaced.unsqueeze(1)
     for part in queries.split(_QUERIES_AT_A_TIME):
         scores = part @ keys.T * scaling
         logsumexp = scores.logsumexp(dim=1, keepdim=True)
         weights = scores.sub_(logsumexp).exp_()
-        mass = (weights * is_replaced).sum(dim=1)
-        parts.append(Shares(logsumexp, weights @ values, weights @ replaced_values, mass))
+        output, mass = weights @ values, (weights * is_replaced).sum(dim=1)
+        weights = weights.masked_fill_(is_replaced, 0.0)
+        parts.append(Shares(logsumexp, output, weights @ values, weights.sum(dim=1, keepdim=True), mass))
     return Shares(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
@@ -99,8 +101,9 @@ def _weights(queries, keys, shares: Shares, scaling: float) -> torch.Tensor:
 
 def _normalised(weights: torch.Tensor, shares: Shares) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of the kept tokens in the softmax that is left `[M, k]`, and the output of what is not replaced."""
-    total = 1 - shares.mass + weights.sum(dim=1)
-    return weights / total.unsqueeze(1), (shares.output - shares.taken) / total.unsqueeze(1)
+    total = shares.other_mass + weights.sum(dim=1, keepdim=True)
+    total = total.clamp(min=torch.finfo(total.dtype).tiny)
+    return weights / total, shares.other / total
 
 
 def _error(weights: torch.Tensor, values: torch.Tensor, shares: Shares) -> torch.Tensor:

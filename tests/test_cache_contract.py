@@ -44,6 +44,7 @@ class Row:
         return self.model in ("gemma3", "mistral", "gpt_oss")
 
 
+_SUMMARIES = {"keep": "selected", "keep_ratio": 1.0, "fit": "none", "segment_length": 16, "num_recent_tokens": 10}
 _WINDOW = {"sliding_window": 128, "num_sink_tokens": 4}
 
 CACHES = (
@@ -66,7 +67,9 @@ CACHES = (
     Row("page_mean", "falcon_h1", {"keep_ratio": 1.0, "block_size": 4}),
     Row("sparq", "gpt_oss", {"budget": 128}),
     Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
-    Row("compressed", "gemma3", {"keep": "selected", "keep_ratio": 1.0, "segment_length": 16, "num_recent_tokens": 10}),
+    Row("compressed", "gemma3", _SUMMARIES),
+    Row("compressed", "falcon_h1", _SUMMARIES | {"fit": "queries"}),
+    Row("compressed", "llama", _SUMMARIES | {"fit": "reading", "block_size": 3}),
 )
 
 

@@ -46,6 +46,7 @@ CACHES = (
     *((name, "llama", _READ, {"max_position_embeddings": 512}) for name in _READERS),
     ("compressed", "gemma3", _READ | {"segment_length": 16}, {}),
     ("compressed", "llama", _READ | {"segment_length": 16, "keep": "selected"}, {}),
+    ("compressed", "gemma3", _READ | {"segment_length": 16, "keep": "selected", "fit": "none"}, {}),
     ("turboquant", "llama", _CODED | {"residual_length": 0}, {"max_position_embeddings": 512}),
 )
 

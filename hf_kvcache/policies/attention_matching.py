@@ -64,11 +64,10 @@ class References(Observer):
 
     def expected(self, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries `[B, Hkv, G, n, D]` (float32) at positions to come, and which of them are real, bool `[B, n]`."""
-        places = torch.arange(len(self.slots), device=held.keys.device)
+        places = self.slots.to(held.keys.device) - held.first_slot[:, None]  # [B, n]
         positions = (held.seen - held.first_slot)[:, None] + places * _STRIDE % _FUTURE_LENGTH
         states = self.rotary.turn(self.states.float(), positions)
-        slots = self.slots.to(held.keys.device)
-        is_real = slots >= held.first_slot[:, None] + self.num_sink_tokens
+        is_real = places >= self.num_sink_tokens
         return states.unflatten(1, (held.keys.shape[1], -1)), is_real
 
     def forget(self, count: int) -> None:
