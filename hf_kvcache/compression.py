@@ -37,7 +37,9 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    reads = _read_again(model, cache, input_ids, Reconstruction, first.policy.chunk_length)
+    reads = _read_again(model, cache, input_ids, first.reading, first.policy.chunk_length)
+    for layer, read in zip(layers, reads, strict=True):
+        layer.note_reading(read)
     held = [layer.held() for layer in layers]
     scores = [
         read.most.masked_fill(part.slots < past - count, torch.inf) for read, part in zip(reads, held, strict=True)

@@ -62,6 +62,8 @@ class EvictingLayer(KeptLayer):
             num_sink_tokens=plan.num_sink_tokens,
         )
 
+    reading = Reconstruction  # what a second reading of a prompt finds out
+
     def _clear(self) -> None:
         super()._clear()
         self.reconstruction: Reconstruction | None = None
@@ -128,6 +130,9 @@ class EvictingLayer(KeptLayer):
         return output
 
     # --- what the policy sees
+
+    def note_reading(self, read: Reconstruction) -> None:
+        """A second reading of the prompt is over; its scores decide what stays."""
 
     def _remember(self, queries: Queries, tail: Sequence[torch.Tensor]) -> None:
         is_prompt = self._prompt_end is not None or (queries.states.shape[2] > 1 and not self.record_past)

@@ -15,7 +15,7 @@ from .evicting_layer import EvictingLayer
 from .eviction_plan import Budget, EvictionPlan
 from .layer import LayerContext
 from .matching import SEGMENT_LENGTH, match_attention
-from .policies.attention_matching import AttentionMatching
+from .policies.attention_matching import AttentionMatching, ReadAgain
 from .policies.base import Held
 from .policies.selection import best_of_each_head
 from .readers import ReadBudget
@@ -45,6 +45,11 @@ class FittedLayer(EvictingLayer):
             is_layerwise=False,
         )
         super().__init__(context, name="compressed with keep='selected'", policy=policy, plan=plan)
+
+    reading = ReadAgain
+
+    def note_reading(self, read: ReadAgain) -> None:
+        self._log.observer.read = read.queries
 
     @property
     def evicts_together(self) -> bool:

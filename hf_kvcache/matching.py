@@ -25,7 +25,7 @@ import torch
 SEGMENT_LENGTH = 4096
 _QUERIES_AT_A_TIME = 512
 
-_MASS_RIDGE = _VALUE_RIDGE = 1e-2  # of the mean squared weight of a token
+_MASS_RIDGE = _VALUE_RIDGE = 0.1  # of the mean squared weight of a token
 _UNIT_RIDGE = 1e-3
 _ITERATIONS = 300
 _MOST_LOG_MASS = 4.0

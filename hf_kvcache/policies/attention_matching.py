@@ -8,20 +8,45 @@ Differs from the paper: the queries are turned; as they stood, most of them saw 
 to them were worse than none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..layer_state import LayerState
 from ..rotary import Rotary
 from .base import Held, Observer, Policy, Queries
+from .reconstruction import Reconstruction
 
 # Queries a head that are remembered: of a prompt, at most; after an eviction, until the next, to cost little memory.
 MOST_QUERIES = 1024
 _QUERIES_LEFT = 64
+_QUERIES_READ = 512  # of the second reading
 # Positions to come at which queries are expected, and a stride that visits each of them once.
 _FUTURE_LENGTH, _STRIDE = 512, 197
 _QUERIES_AT_A_TIME = 64  # whose weights for all tokens are in memory at once
+
+
+class ReadAgain(Reconstruction):
+    """A second reading that remembers a sample of its queries, which stand at positions to come already."""
+
+    def __init__(self, held: Held):
+        super().__init__(held)
+        self._stride = -(-held.seen // _QUERIES_READ)
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attend(self, queries: Queries, states: Sequence[torch.Tensor], held: Held) -> torch.Tensor:
+        sample = queries.states[:, :, :: self._stride].clone()
+        is_real = torch.ones(len(sample), sample.shape[2], dtype=torch.bool, device=sample.device)
+        if self.is_padding is not None:
+            is_real = ~self.is_padding[:, :: self._stride]
+        self._seen.append((sample, is_real))
+        return super().attend(queries, states, held)
+
+    @property
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `[B, Hq, n, D]`, and which of them are real, bool `[B, n]`."""
+        states, is_real = zip(*self._seen, strict=True)
+        return torch.cat(states, dim=2), torch.cat(is_real, dim=1)
 
 
 class References(Observer):
@@ -68,6 +93,9 @@ class References(Observer):
         positions = (held.seen - held.first_slot)[:, None] + places * _STRIDE % _FUTURE_LENGTH
         states = self.rotary.turn(self.states.float(), positions)
         is_real = places >= self.num_sink_tokens
+        if self.read is not None:
+            states = torch.cat([states, self.read[0].float()], dim=2)
+            is_real = torch.cat([is_real, self.read[1]], dim=1)
         return states.unflatten(1, (held.keys.shape[1], -1)), is_real
 
     def forget(self, count: int) -> None:
@@ -75,6 +103,7 @@ class References(Observer):
         self._keep(self.slots < self.stop)
 
     def end_round(self) -> None:
+        self.read = None
         self._thin(_QUERIES_LEFT, self.slots[:0])
 
     def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
@@ -90,6 +119,7 @@ class References(Observer):
 
     def clear(self) -> None:
         self.states: torch.Tensor | None = None
+        self.read: tuple[torch.Tensor, torch.Tensor] | None = None  # queries of a second reading, until the eviction
         self.slots = torch.zeros(0, dtype=torch.int64)  # on the CPU: how many there are is asked at every step
         self.stride, self.stop = 1, 0
 
