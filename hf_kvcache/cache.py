@@ -187,6 +187,7 @@ _NO_IDS = (
     "input_ids, not inputs_embeds; or use another policy, for example 'blend'."
 )
 _CANNOT_DRAFT = (
-    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip', "
-    "run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."
+    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill', and "
+    "fit='none' with 'compressed'; with 'kvzip', run the prompt and call cache.compress(input_ids) first, then "
+    "generate(cache=cache)."
 )

@@ -215,6 +215,22 @@ def test_a_sample_of_all_queries_is_remembered(chunks, tiny_model, monkeypatch):
     assert observer.states.shape[2] == 15
 
 
+def test_queries_of_the_second_reading_count_too(tiny_model, make_ids, left_pad, run, monkeypatch):
+    monkeypatch.setattr("hf_kvcache.policies.attention_matching._QUERIES_READ", 10)
+    counts = []
+
+    def match(queries, keys, values, is_replaced, is_kept, scaling):
+        counts.append(len(queries))
+        return keys[is_kept], values[is_kept]
+
+    monkeypatch.setattr("hf_kvcache.fitted_layer.match_attention", match)
+    ids, mask = left_pad(make_ids(2, LENGTH), [LENGTH, 51])
+    cache = compressed(tiny_model("llama"), ids, run, mask, fit="reading")
+    # Two query heads of all tokens that are no sinks, and of every tenth that is read again: slots 0, 10, ..., 90.
+    assert counts == [2 * (LENGTH - 3 + 10)] * 2 + [2 * (51 - 3 + 6)] * 2 + counts[:4]
+    assert cache.layers[0]._log.observer.read is None
+
+
 # --- what is refused
 
 
@@ -239,3 +255,11 @@ def test_a_second_reading_needs_the_ids(tiny_model, make_ids, run):
     run(model, cache, ids)
     with pytest.raises(ValueError, match="reads the prompt a second time"):
         cache.compress()
+
+
+def test_tokens_cannot_be_drafted(tiny_model, make_ids):
+    model = tiny_model("llama")
+    hf_kvcache.enable()
+    named = {"cache_implementation": "compressed", "cache_config": SMALL}
+    with pytest.raises(NotImplementedError, match="fit='none' with 'compressed'"):
+        model.generate(make_ids(1, 40), prompt_lookup_num_tokens=3, max_new_tokens=4, **named)
