@@ -94,3 +94,11 @@ def test_segments_of_queries_change_nothing(monkeypatch):
     monkeypatch.setattr("hf_kvcache.matching._QUERIES_AT_A_TIME", 7)
     for got, whole in zip(match_attention(*arguments), expected, strict=True):
         torch.testing.assert_close(got, whole, atol=1e-3, rtol=1e-3)
+
+
+def test_what_a_fit_would_make_worse_stays_as_it_is(monkeypatch):
+    queries, keys, values, is_replaced, is_kept = sample(5)
+    monkeypatch.setattr("hf_kvcache.matching._values", lambda weights, shares, values: 5 * values)
+    fitted = match_attention(queries, keys, values, is_replaced, is_kept, SCALING)
+    assert torch.equal(fitted[0], keys[is_kept])
+    assert torch.equal(fitted[1], values[is_kept])
