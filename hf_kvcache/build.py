@@ -203,7 +203,7 @@ class _Builder:
             num_sink_tokens=budget.num_sink_tokens,
             needs_reconstruction=self.options["fit"] == "reading",
         )
-        return FittedLayer(context, policy=policy, budget=budget, segment_length=self.options["segment_length"])
+        return FittedLayer(context, policy=policy, budget=budget)
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:
         """What turns keys to other positions, if the options ask for it."""

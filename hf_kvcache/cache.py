@@ -138,7 +138,7 @@ class KVCache(Cache):
             NotImplementedError: if the model has recurrent states, or tokens are evicted while others are drafted.
         """
         for layer in evicting_layers(self.layers)[:1]:
-            if layer.plan.interval is not None or (layer.policy.needs_reconstruction and not self.num_tokens_seen):
+            if layer.plan.interval is not None or (layer.evicts_together and not self.num_tokens_seen):
                 raise NotImplementedError(_CANNOT_DRAFT.format(name=self.recipe.name))
         if any(isinstance(layer, StateLayer) for layer in self.layers):
             raise NotImplementedError(
@@ -187,7 +187,6 @@ _NO_IDS = (
     "input_ids, not inputs_embeds; or use another policy, for example 'blend'."
 )
 _CANNOT_DRAFT = (
-    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill', and "
-    "fit='none' with 'compressed'; with 'kvzip', run the prompt and call cache.compress(input_ids) first, then "
-    "generate(cache=cache)."
+    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip' "
+    "and 'compressed', run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."
 )

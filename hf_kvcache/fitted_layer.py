@@ -3,10 +3,10 @@
 Cuts tokens retained, as eviction does, and stores what eviction does: keys and values of some tokens, other ones and
 other numbers of them for each head. But their keys and values are fitted, so that attention to them is for the queries
 so far what attention to all tokens was (`hf_kvcache.matching`). Approximate.
-When `generate()` has run a prompt, or on `cache.compress()`, all heads of all layers share one budget. Newer tokens
-join in segments: each head keeps the share of them that it kept of older ones; what was fitted before stays as it is.
+When `generate()` has run a prompt, or on `cache.compress()`, all heads of all layers share one budget. Newer
+tokens stay exact until the next turn, or the next call: segments of a few hundred, fitted alone, lost far more.
 Costs, once a prompt, 1.7 times the CPU time of its prefill (SmolLM2-135M, 1,536 tokens), up to 1,024 queries a head in
-memory until it is in, and up to 64 from then on.
+memory until it is in.
 Not for details that must be quoted: give `fit="reading"`, which reads the prompt twice.
 """
 
@@ -18,7 +18,6 @@ from .layer import LayerContext
 from .matching import SEGMENT_LENGTH, match_attention
 from .policies.attention_matching import AttentionMatching, ReadAgain
 from .policies.base import Held
-from .policies.selection import best_of_each_head
 from .readers import ReadBudget
 
 
@@ -29,16 +28,15 @@ class FittedLayer(EvictingLayer):
         context: where the blocks come from.
         policy: says which tokens stay, and remembers queries.
         budget: sinks, recent tokens, and `keep_ratio`: the share of old tokens that stay.
-        segment_length: newer tokens that are compressed together.
     """
 
-    def __init__(self, context: LayerContext, *, policy: AttentionMatching, budget: ReadBudget, segment_length: int):
+    def __init__(self, context: LayerContext, *, policy: AttentionMatching, budget: ReadBudget):
         self.keep_ratio = budget.keep_ratio
         sinks, recent = budget.num_sink_tokens, budget.num_recent_tokens
         plan = EvictionPlan(
             budget=Budget(None, budget.keep_ratio, None, 1, sinks + recent),
             at_prompt_end=True,
-            interval=segment_length,
+            interval=None,
             num_sink_tokens=sinks,
             num_recent_tokens=recent,
             kernel_size=1,
@@ -56,54 +54,16 @@ class FittedLayer(EvictingLayer):
     def evicts_together(self) -> bool:
         return True
 
-    @property
-    def marginal_bits(self) -> float:
-        return self.keep_ratio * super().marginal_bits
-
     def budget(self) -> torch.Tensor:
         exact = self.plan.budget.minimum
         old = (self.seen - self.first_slot - exact).clamp(min=0)
         return exact + (old.double() * self.keep_ratio - 1e-6).ceil().long()
-
-    def _attend_and_store(self, base, module, query, states, mask, args: tuple, kwargs: dict):
-        self._is_long = query.shape[2] >= self.plan.interval
-        return super()._attend_and_store(base, module, query, states, mask, args, kwargs)
-
-    def _is_due(self) -> bool:
-        # What came in at once is a prompt: the cache compresses all layers together when it is in, or when told to.
-        if self._prompt_end is not None or self._is_long or self.record_past or self.keep_ratio == 1.0:
-            return False
-        return self.table.length - self.plan.num_recent_tokens >= self.plan.interval
-
-    def evict(self, keep: torch.Tensor | None = None, tail=None) -> bool:
-        """Fit now: `keep` of what is held, by default all that was kept before and a share of the newer tokens."""
-        self._is_segment = keep is None
-        if keep is None:
-            self._log.flush(self.first_slot, lambda: self.held(tail))
-            keep = self._best_of_segment(self.held(tail))
-        return super().evict(keep=keep, tail=tail)
 
     def scored(self) -> tuple[Held, torch.Tensor]:
         """What is held, and its scores."""
         held = self.held()
         self._log.flush(self.first_slot, lambda: held)
         return held, self.policy.scores(held, self._log.observer)
-
-    def _best_of_segment(self, held: Held) -> torch.Tensor:
-        before = self._is_before(held)
-        scores = self.finish(self.policy.scores(held, self._log.observer), held)
-        scores = scores.masked_fill(before & held.is_held, torch.inf)
-        kept = (before & held.is_held).sum(dim=-1)  # [B, Hkv]
-        past = (self.table.start - self.first_slot).clamp(min=0)[:, None]
-        newer = held.is_held.sum(dim=-1) - kept - self.plan.num_recent_tokens
-        share = torch.where(past > 0, kept / past.clamp(min=1), self.keep_ratio)
-        budget = kept + (share * newer.clamp(min=0)).ceil().long() + self.plan.num_recent_tokens
-        return best_of_each_head(scores, budget)
-
-    def _is_before(self, held: Held) -> torch.Tensor:
-        """Columns of `held` that were kept when older tokens went, bool `[n]`."""
-        tail = self.table.length if self.kept else held.keys.shape[2]
-        return torch.arange(held.keys.shape[2], device=self.device) < held.keys.shape[2] - tail
 
     def keep(self, held: Held, keep: torch.Tensor, split: int) -> None:
         """Hold on to fitted keys and values of the columns `keep` `[B, H, n]`, and to all from `split` on."""
@@ -115,8 +75,6 @@ class FittedLayer(EvictingLayer):
         queries, is_real = self._log.observer.expected(held)
         is_old = held.is_held & ~held.are_sinks(self.plan.num_sink_tokens)
         is_old[..., split:] = False
-        if self._is_segment:
-            is_old &= ~self._is_before(held)
         keys, values = held.keys.clone(), held.values.clone()
         for row in range(len(keys)):
             real = is_real[row]

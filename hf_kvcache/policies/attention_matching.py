@@ -17,9 +17,8 @@ from ..rotary import Rotary
 from .base import Held, Observer, Policy, Queries
 from .reconstruction import Reconstruction
 
-# Queries a head that are remembered: of a prompt, at most; after an eviction, until the next, to cost little memory.
+# Queries a head of a prompt that are remembered, at most.
 MOST_QUERIES = 1024
-_QUERIES_LEFT = 64
 _QUERIES_READ = 512  # of the second reading
 # Positions to come at which queries are expected, and a stride that visits each of them once.
 _FUTURE_LENGTH, _STRIDE = 512, 197
@@ -101,10 +100,6 @@ class References(Observer):
     def forget(self, count: int) -> None:
         self.stop -= count
         self._keep(self.slots < self.stop)
-
-    def end_round(self) -> None:
-        self.read = None
-        self._thin(_QUERIES_LEFT, self.slots[:0])
 
     def move(self, old_slots: torch.Tensor, new_slots: torch.Tensor, seen: int) -> None:
         pass  # queries know no columns
