@@ -16,10 +16,12 @@ from .compression import retrieval_scores
 from .encoding import Encoding
 from .evicting_layer import EvictingLayer
 from .eviction_plan import EvictionPlan
+from .fitted_layer import FittedLayer
 from .layer import LayerContext
 from .model_layers import attention_modules, passes_straight_through, reshapes_keys
 from .native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
 from .policies import build_policy
+from .policies.attention_matching import AttentionMatching
 from .readers import ReadBudget, build_reader
 from .reading_layer import ReadingLayer
 from .registry import Recipe, resolve
@@ -36,6 +38,7 @@ _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 # Before 5.23 transformers gives layers without attention a state that stays empty.
 _STATES = ("linear_attention", "conv", "moe", "mlp")
 _CANNOT_MOVE = "{name} with positions='cache' cannot turn this model's keys: {{reason}}. Use positions='original'."
+_CANNOT_FIT = "compressed with keep='selected' cannot turn this model's queries: {reason}. Give fit='none'."
 _CANNOT_EXPECT = "{name} cannot turn this model's keys: {{reason}}. Use another policy, for example 'keydiff'."
 
 
@@ -190,11 +193,13 @@ class _Builder:
             residual_length=self.options.get("residual_length", 0),
         )
 
-    def _build_reading(self, attention: nn.Module, context: LayerContext) -> ReadingLayer:
+    def _build_reading(self, attention: nn.Module, context: LayerContext) -> ReadingLayer | FittedLayer:
         name, options = self.recipe.fills("reading").name, self.options
         check_takes_over(name, attention, context)
         budget = ReadBudget.of(options)
         if name == "compressed":
+            if options["keep"] == "selected" and options["fit"] != "none":
+                return self._build_fitted(attention, context, budget)
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
             layer = SummaryLayer if options["keep"] == "selected" else CompressedLayer
             return layer(context, budget=budget, **sizes)
@@ -212,6 +217,14 @@ class _Builder:
             residual_length=options["residual_length"],
             num_sink_tokens=options["num_sink_tokens"],
         )
+
+    def _build_fitted(self, attention: nn.Module, context: LayerContext, budget: ReadBudget) -> FittedLayer:
+        policy = AttentionMatching(
+            rotary=find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_FIT),
+            num_sink_tokens=budget.num_sink_tokens,
+            needs_reconstruction=self.options["fit"] == "reading",
+        )
+        return FittedLayer(context, policy=policy, budget=budget)
 
     def _rotary_to_move(self, attention: nn.Module, context: LayerContext) -> Rotary | None:
         """What turns keys to other positions, if the options ask for it."""

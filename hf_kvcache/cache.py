@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import compat
-from .compression import evicting_layers, reconstruct_and_evict
+from .compression import evict_together, evicting_layers, reconstruct_and_evict
 from .indexed_layer import IndexedLayer
 from .layer import KVLayer
 from .registry import Recipe
@@ -125,6 +125,9 @@ class KVCache(Cache):
         if not self.num_tokens_seen:
             return
         if not layers[0].policy.needs_reconstruction:
+            if layers[0].evicts_together:
+                evict_together(layers)
+                return
             for layer in layers:
                 layer.evict()
             return
@@ -137,14 +140,14 @@ class KVCache(Cache):
         """The tokens up to slot `end` that run in this context are a prompt; evict when they are in."""
         layers = evicting_layers(self.layers)
         # The cache of a draft model is not compressed: its tokens are taken back.
-        reads_again = bool(layers) and layers[0].policy.needs_reconstruction and not layers[0].record_past
-        if reads_again and not input_ids.shape[1]:
+        is_joint = bool(layers) and layers[0].evicts_together and not layers[0].record_past
+        if is_joint and layers[0].policy.needs_reconstruction and not input_ids.shape[1]:
             raise ValueError(_NO_IDS.format(name=self.recipe.name))
         for layer in layers:
             layer.begin_prompt(end)
         try:
             yield
-            if reads_again:
+            if is_joint:
                 self.compress(input_ids)
         finally:
             for layer in layers:
@@ -157,7 +160,7 @@ class KVCache(Cache):
             NotImplementedError: if the model has recurrent states, or tokens are evicted while others are drafted.
         """
         for layer in evicting_layers(self.layers)[:1]:
-            if layer.plan.interval is not None or (layer.policy.needs_reconstruction and not self.num_tokens_seen):
+            if layer.plan.interval is not None or (layer.evicts_together and not self.num_tokens_seen):
                 raise NotImplementedError(_CANNOT_DRAFT.format(name=self.recipe.name))
         if any(isinstance(layer, StateLayer) for layer in self.layers):
             raise NotImplementedError(
@@ -206,6 +209,6 @@ _NO_IDS = (
     "input_ids, not inputs_embeds; or use another policy, for example 'blend'."
 )
 _CANNOT_DRAFT = (
-    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip', "
-    "run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."
+    "assisted decoding with {name!r} would draft tokens while others are evicted: use when='prefill'; with 'kvzip' "
+    "and 'compressed', run the prompt and call cache.compress(input_ids) first, then generate(cache=cache)."
 )

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from . import compat
 from .evicting_layer import EvictingLayer
+from .policies.base import Held
 from .policies.duo_attention import InductionProbe
 from .policies.reconstruction import ForwardDone, Reconstruction
 from .policies.selection import best_of_all_layers
@@ -38,14 +38,27 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    kind = functools.partial(Reconstruction, looks_at_all=first.policy.looks == "all")
-    scores = [read.most for read in _read_again(model, cache, input_ids, kind, first.policy.chunk_length)]
+    reads = _read_again(model, cache, input_ids, first.policy.new_reading, first.policy.chunk_length)
+    for layer, read in zip(layers, reads, strict=True):
+        layer.note_reading(read)
     held = [layer.held() for layer in layers]
-    protected = [
-        layer.finish(score.masked_fill(part.slots < past - count, torch.inf), part)
-        for layer, score, part in zip(layers, scores, held, strict=True)
+    scores = [
+        read.most.masked_fill(part.slots < past - count, torch.inf) for read, part in zip(reads, held, strict=True)
     ]
-    budget = torch.stack([layer.budget().to(first.device) for layer in layers])  # [layers, B]
+    _keep_best(layers, held, scores)
+
+
+def evict_together(layers: Sequence[EvictingLayer]) -> None:
+    """Evict from all layers, whose tokens share one budget, by the scores of their policies."""
+    if layers[0].plan.budget.keeps_all(layers[0].seen):
+        return
+    held = [layer.scored() for layer in layers]
+    _keep_best(layers, *map(list, zip(*held, strict=True)))
+
+
+def _keep_best(layers: Sequence[EvictingLayer], held: Sequence[Held], scores: Sequence[torch.Tensor]) -> None:
+    protected = [layer.finish(score, part) for layer, score, part in zip(layers, scores, held, strict=True)]
+    budget = torch.stack([layer.budget().to(layers[0].device) for layer in layers])  # [layers, B]
     for layer, keep in zip(layers, best_of_all_layers(protected, budget), strict=True):
         layer.evict(keep=keep)
 
@@ -94,9 +107,10 @@ def _read_again(
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
         is_real = torch.where(slots < past, slots, slots - past + begin) >= first_slot[:, None]
-        positions = slots[past:] - first_slot[:, None]
+        # A chunk follows the first reading at once, however much padding stands between them.
+        positions = slots[past:] - (first_slot + (first_slot - begin).clamp(min=0))[:, None]
         inputs = {"input_ids": chunk, "use_cache": True, compat.CACHE_ARG: reading}
-        inputs["position_ids"] = positions.to(chunk.device)
+        inputs["position_ids"] = positions.clamp(min=0).to(chunk.device)
         is_padded = not bool(is_real.all())
         if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()

@@ -71,6 +71,11 @@ class EvictingLayer(KeptLayer):
         self._last_eviction = 0
 
     @property
+    def evicts_together(self) -> bool:
+        """Whether the tokens of all layers share one budget, so that a prompt's go from all of them at once."""
+        return self.policy.needs_reconstruction
+
+    @property
     def grows(self) -> bool:
         return self.plan.interval is None or self.plan.budget.keep_ratio is not None
 
@@ -124,6 +129,9 @@ class EvictingLayer(KeptLayer):
 
     # --- what the policy sees
 
+    def note_reading(self, read: Reconstruction) -> None:
+        """A second reading of the prompt is over; its scores decide what stays."""
+
     def _remember(self, queries: Queries, tail: Sequence[torch.Tensor]) -> None:
         is_prompt = self._prompt_end is not None or (queries.states.shape[2] > 1 and not self.record_past)
         if self._log is not None and (is_prompt or self.plan.interval is not None):
@@ -132,7 +140,7 @@ class EvictingLayer(KeptLayer):
     # --- eviction
 
     def _is_due(self) -> bool:
-        if self.policy.needs_reconstruction:
+        if self.evicts_together:
             return False  # the cache evicts from all layers at once, when the prompt has been read again
         if self._prompt_end is not None:
             return self.seen >= self._prompt_end or self.policy.is_incremental

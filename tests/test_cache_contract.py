@@ -51,6 +51,7 @@ class Row:
         return self.model in ("deepseek_v4", "minimax_m3")
 
 
+_SUMMARIES = {"keep": "selected", "keep_ratio": 1.0, "fit": "none", "segment_length": 16, "num_recent_tokens": 10}
 _WINDOW = {"sliding_window": 128, "num_sink_tokens": 4}
 # An indexer that chooses few tokens chooses others when rounding moves its scores, which chunks and rows do.
 _ALL = {"index_topk": 128}
@@ -85,7 +86,9 @@ CACHES = (
     Row("sparq", "gpt_oss", {"budget": 128}),
     Row("topk", "llama", {"budget": 128, "block_size": 3}),
     Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
-    Row("compressed", "gemma3", {"keep": "selected", "keep_ratio": 1.0, "segment_length": 16, "num_recent_tokens": 10}),
+    Row("compressed", "gemma3", _SUMMARIES),
+    Row("compressed", "falcon_h1", _SUMMARIES | {"fit": "queries"}),
+    Row("compressed", "llama", _SUMMARIES | {"fit": "reading", "block_size": 3}),
 )
 
 

@@ -1,4 +1,4 @@
-"""`compressed` with keep="selected": what stays and what is summarised of a segment, and attention to both."""
+"""`compressed` with keep="selected" and fit="none": what stays, what is summarised, and attention to both."""
 
 import math
 
@@ -14,7 +14,7 @@ from hf_kvcache.summary_layer import SummaryLayer
 
 pytestmark = pytest.mark.core
 
-SMALL = {"keep": "selected", "num_sink_tokens": 3, "num_recent_tokens": 5, "block_size": 4}
+SMALL = {"keep": "selected", "fit": "none", "num_sink_tokens": 3, "num_recent_tokens": 5, "block_size": 4}
 SMALL |= {"cluster_size": 4, "segment_length": 16, "keep_ratio": 0.25}
 LENGTH = 91
 

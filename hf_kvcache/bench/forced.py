@@ -10,7 +10,8 @@ from ..compat import CACHE_ARG
 
 def step_length(cache: Cache, otherwise: int) -> int:
     """Tokens a forward: one where sparse reads are measured, as any longer forward reads everything."""
-    return 1 if isinstance(cache, KVCache) and cache.recipe.fills("reading") else otherwise
+    reads_sparsely = isinstance(cache, KVCache) and cache.recipe.fills("reading") and not cache.evicts
+    return 1 if reads_sparsely else otherwise
 
 
 def forced_logits(model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor) -> torch.Tensor:

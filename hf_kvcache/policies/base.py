@@ -97,7 +97,7 @@ class Observer(ABC):
 class Policy(ABC):
     """Scores the tokens of one layer. Parameters are those of the paper that its file names."""
 
-    needs_reconstruction = False  # whether scoring takes a second pass over the prompt
+    needs_reconstruction = False  # whether scoring takes a second reading of the prompt, which `new_reading` watches
     is_incremental = True  # whether it can evict between the chunks of a prompt
 
     def new_observer(self) -> Observer | None:

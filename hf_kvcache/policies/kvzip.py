@@ -14,10 +14,11 @@ instruction to repeat; the beginning of the prompt (system prompt) is scored lik
 import torch
 
 from .base import Held, Observer, Policy
+from .reconstruction import Reconstruction
 
 
 class KVzip(Policy):
-    """What the second reading looks at stays; scores come from `EvictingLayer.reconstruction`.
+    """What the second reading looks at stays; scores come from `new_reading`.
 
     Args:
         chunk_length: tokens of the second reading that run at a time.
@@ -30,6 +31,10 @@ class KVzip(Policy):
     def __init__(self, *, chunk_length: int, looks: str):
         self.chunk_length = chunk_length
         self.looks = looks
+
+    def new_reading(self, held: Held, *, is_last: bool) -> Reconstruction:
+        """What the second reading shows in one layer."""
+        return Reconstruction(held, looks_at_all=self.looks == "all", is_last=is_last)
 
     def scores(self, held: Held, observer: Observer | None) -> torch.Tensor:
         raise RuntimeError("kvzip has read nothing again yet: call cache.compress(ids) with the ids of the prompt.")

@@ -44,6 +44,13 @@ COMPRESSED = _reading(
     Option("cluster_size", "int", 16, "tokens a cluster, on average", at_least(2)),
     Option("segment_length", "int", 256, "tokens that are clustered together, at least", at_least(16)),
     Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
+    Option(
+        "fit",
+        "str",
+        "queries",
+        "keep='selected': what stays is fitted to the prompt's 'queries'; chosen by a second 'reading' too; or 'none'",
+        one_of("queries", "reading", "none"),
+    ),
     number=6,
 )
 

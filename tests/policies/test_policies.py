@@ -270,6 +270,7 @@ def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
     for begin in range(0, 40, chunk_length):
         again = slots[begin : begin + chunk_length]
         both, positions = torch.cat([ids, ids[:, again]], 1), torch.arange(40 + len(again)) - first
+        positions[:, 40:] -= (first - begin).clamp(min=0)  # no gap for padding
         block = (again - begin) // 10 * 10 + begin  # where the queries that run together begin
         stop = torch.minimum(block + 10, again[-1] + 1)
         near = (slots >= block[:, None] - 3) & (slots < stop[:, None] + 2) | sinks
