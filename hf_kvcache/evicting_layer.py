@@ -127,7 +127,7 @@ class EvictingLayer(KeptLayer):
     def _remember(self, queries: Queries, tail: Sequence[torch.Tensor]) -> None:
         is_prompt = self._prompt_end is not None or (queries.states.shape[2] > 1 and not self.record_past)
         if self._log is not None and (is_prompt or self.plan.interval is not None):
-            self._log.add(queries, self.first_slot, lambda: self.held(tail), may_be_taken_back=self.record_past)
+            self._log.add(queries, self.first_slot, lambda: self.held_parts(tail), may_be_taken_back=self.record_past)
 
     # --- eviction
 
@@ -165,7 +165,7 @@ class EvictingLayer(KeptLayer):
             Whether there was anything to let go of.
         """
         if self._log is not None:
-            self._log.flush(self.first_slot, lambda: self.held(tail))
+            self._log.flush(self.first_slot, lambda: self.held_parts(tail))
         held = self.held(tail)
         budget = self.budget()
         self._last_eviction = self.seen

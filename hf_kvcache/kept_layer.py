@@ -109,19 +109,27 @@ class KeptLayer(AttendingLayer):
 
     def held(self, tail: Sequence[torch.Tensor] | None = None) -> Held:
         """All tokens held: what is kept of older ones, then the newer ones. A copy if both are there."""
+        parts = self.held_parts(tail)
+        if len(parts) == 1:
+            return parts[0]
+        joined = (torch.cat(pair, dim=2) for pair in zip(*(part[:4] for part in parts), strict=True))
+        return Held(*joined, *parts[0][4:])
+
+    def held_parts(self, tail: Sequence[torch.Tensor] | None = None) -> list[Held]:
+        """What is kept of older tokens, if anything is, and the newer ones: views where they can be."""
         tail = self.table.materialize() if tail is None else tail
         start = self.table.start if self.table.length else self.seen - tail[0].shape[2]
         slots = torch.arange(start, start + tail[0].shape[2], device=self.device).expand(*tail[0].shape[:2], -1)
-        parts = (*tail, slots, slots)
+        whole = (self.first_slot, start + tail[0].shape[2], self.scaling)
+        parts = [Held(*tail, slots, slots, *whole)]
         if self.kept:
             keys, values, kept_slots = self.kept.padded()
             positions = kept_slots
             if self.rotary is not None:
                 places = (kept_slots >= 0).cumsum(dim=-1)
                 positions = start + places - 1 - places[..., -1:]
-            kept = (keys, values, kept_slots, positions)
-            parts = [torch.cat(pair, dim=2) for pair in zip(kept, parts, strict=True)]
-        return Held(*parts, self.first_slot, start + tail[0].shape[2], self.scaling)
+            parts.insert(0, Held(keys, values, kept_slots, positions, *whole))
+        return parts
 
     def slots(self) -> torch.Tensor:
         """Slots of all tokens held, as in `held`."""

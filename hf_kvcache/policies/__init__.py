@@ -72,7 +72,7 @@ def build_policy(
         case "snapkv":
             return SnapKV(observation_window=options["observation_window"])
         case "expected_attention":
-            chosen = {key: options[key] for key in ("num_future_tokens", "epsilon")}
+            chosen = {key: options[key] for key in ("num_future_tokens", "epsilon", "covariance")}
             return ExpectedAttention(rotary=find_rotary(), num_sink_tokens=sinks, **chosen)
         case "duo_attention":
             pattern = options["pattern"] or head_scores()

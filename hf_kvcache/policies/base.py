@@ -1,7 +1,7 @@
 """What a retention policy is: scores for the tokens a layer holds, and a choice among them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,16 +52,14 @@ class Queries(NamedTuple):
 class Observer(ABC):
     """What a policy remembers of the queries since the last eviction. Never a matrix of attention weights."""
 
-    patience = 16  # single steps whose queries may wait before they are seen
-
     @abstractmethod
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         """Take note of `queries`.
 
         Args:
             queries: of consecutive tokens.
             first_slot: int64 `[B]`, the first real token of each row.
-            held: what they attended to, up to their own slot. Calling it may copy all of it.
+            held: what they attended to, up to their own slot, in parts that follow each other.
         """
 
     @abstractmethod

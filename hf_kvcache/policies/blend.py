@@ -20,11 +20,7 @@ class Observers(Observer):
     def __init__(self, members: Sequence[Observer | None]):
         self.members = members
 
-    @property
-    def patience(self) -> int:
-        return max((member.patience for member in self._present), default=Observer.patience)
-
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         for member in self._present:
             member.see(queries, first_slot, held)
 

@@ -39,6 +39,13 @@ _WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vot
 _EXPECTED_OPTIONS = (
     Option("num_future_tokens", "int", 512, "positions at which queries are expected", at_least(1)),
     Option("epsilon", "float", 0.01, "added to every score before the value's norm weighs it", number_at_least(0)),
+    Option(
+        "covariance",
+        "str",
+        "diagonal",
+        "of the queries: 'full', or 'diagonal' for each channel's variance alone",
+        one_of("diagonal", "full"),
+    ),
 )
 _LAG_OPTIONS = (Option("lag_length", "int", 128, "tokens of each part", at_least(2)),)
 _ALL_SCORER_OPTIONS = (*_WINDOW_OPTIONS, *_EXPECTED_OPTIONS, *_LAG_OPTIONS)
