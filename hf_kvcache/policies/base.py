@@ -97,6 +97,7 @@ class Policy(ABC):
 
     needs_reconstruction = False  # whether scoring takes a second pass over the prompt
     is_incremental = True  # whether it can evict between the chunks of a prompt
+    has_ratios = False  # whether scores are positive and count by their ratios, as attention does
 
     def new_observer(self) -> Observer | None:
         """What to remember of the queries, or None for a policy that needs keys and values only."""

@@ -6,8 +6,7 @@ the tokens; plus `epsilon`, times `|v|`, averaged over the query heads of the gr
 Knows nothing of a question that comes later, and needs no second pass: among the best of that kind here.
 Paper: Devoto et al. 2025, https://arxiv.org/abs/2510.00636.
 Differs from the paper: `epsilon`, and scores are pooled over neighbours (0 and `kernel_size=1` for the paper's): both
-measured far better. Channels are taken as independent (`covariance="full"` for the paper's): it measured the same, and a
-covariance takes the memory of a hundred tokens while decoding.
+measured far better. While decoding, channels are taken as independent: a covariance takes much memory.
 """
 
 import torch
@@ -25,20 +24,18 @@ class ExpectedAttention(Policy):
         num_future_tokens: positions that queries are expected at.
         num_sink_tokens: first tokens, whose queries do not count.
         epsilon: added to each score before it is weighted by the value's norm.
-        covariance: `"full"`, or `"diagonal"` for the variance of each channel alone.
     """
 
-    def __init__(
-        self, *, rotary: Rotary, num_future_tokens: int, num_sink_tokens: int, epsilon: float, covariance: str
-    ):
+    has_ratios = True
+
+    def __init__(self, *, rotary: Rotary, num_future_tokens: int, num_sink_tokens: int, epsilon: float):
         self.rotary = rotary
-        self.is_diagonal = covariance == "diagonal"
         self.num_future_tokens = num_future_tokens
         self.num_sink_tokens = num_sink_tokens
         self.epsilon = epsilon
 
     def new_observer(self) -> QueryMoments:
-        return QueryMoments(self.rotary, self.num_sink_tokens, is_diagonal=self.is_diagonal)
+        return QueryMoments(self.rotary, self.num_sink_tokens)
 
     def scores(self, held: Held, observer: QueryMoments) -> torch.Tensor:
         moments = observer.moments()
@@ -49,12 +46,13 @@ class ExpectedAttention(Policy):
         groups = mean.shape[1] // kv_heads
         # Keys are turned back instead of queries forward: once for all query heads.
         keys = held.keys.float() @ self._mean_turn(held).unsqueeze(1).transpose(-1, -2)
-        squares = keys.square() if self.is_diagonal else None
+        is_diagonal = covariance.shape[2] == 1
+        squares = keys.square() if is_diagonal else None
         logits = keys.new_zeros(len(keys), kv_heads, groups, keys.shape[2])
         for head in range(groups):  # query heads of a group, a few: the products of all at once would be as many keys
             own, spread = mean[:, head::groups], covariance[:, head::groups]
             along = keys @ own.transpose(-1, -2)  # [B, Hkv, n, 1]
-            if self.is_diagonal:
+            if is_diagonal:
                 around = squares @ spread.transpose(-1, -2)
             else:
                 around = ((keys @ spread) * keys).sum(dim=-1, keepdim=True)

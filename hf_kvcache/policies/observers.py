@@ -82,17 +82,17 @@ class QueryWindow(Observer):
 class QueryMoments(Observer):
     """Mean and covariance of the queries before rotary embedding, without those of the sinks.
 
+    When fewer queries than channels come in at a time, as while decoding, only the variance of each channel is
+    remembered from then on: a covariance would take `D / 2` tokens' keys and values for every query head.
+
     Args:
         rotary: of the layer.
         num_sink_tokens: first tokens of each row whose queries, which are unlike all others, do not count.
-        is_diagonal: remember the variance of each channel only: `D` numbers a query head instead of `D * D`, which
-            would be `D / 2` tokens' keys and values of every query head.
     """
 
-    def __init__(self, rotary: Rotary, num_sink_tokens: int, *, is_diagonal: bool):
+    def __init__(self, rotary: Rotary, num_sink_tokens: int):
         self.rotary = rotary
         self.num_sink_tokens = num_sink_tokens
-        self.is_diagonal = is_diagonal
         self.clear()
 
     def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
@@ -102,9 +102,20 @@ class QueryMoments(Observer):
         flat = self.rotary.turn(states.float(), -positions.clamp(min=0))
         weight = (positions >= self.num_sink_tokens).float()[:, None, :, None]
         flat = flat * weight
-        squares = flat.square().sum(dim=2, keepdim=True) if self.is_diagonal else flat.transpose(-1, -2) @ flat
-        added = (weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True), squares)
+        count, total = weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True)
+        if states.shape[2] < states.shape[3] or self._is_diagonal:
+            squares = flat.square().sum(dim=2, keepdim=True)
+            if self._sums is not None and not self._is_diagonal:
+                diagonal = self._sums[2].diagonal(dim1=-2, dim2=-1).unsqueeze(2).clone()
+                self._sums = (*self._sums[:2], diagonal)
+        else:
+            squares = flat.transpose(-1, -2) @ flat
+        added = (count, total, squares)
         self._sums = added if self._sums is None else tuple(a + b for a, b in zip(self._sums, added, strict=True))
+
+    @property
+    def _is_diagonal(self) -> bool:
+        return self._sums is not None and self._sums[2].shape[2] == 1
 
     def moments(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Mean `[B, Hq, 1, D]`, and covariance `[B, Hq, D, D]` or variance `[B, Hq, 1, D]`; None before any query."""
@@ -112,7 +123,7 @@ class QueryMoments(Observer):
             return None
         count, total, squares = self._sums
         mean = total / count.clamp(min=1.0)
-        outer = mean.square() if self.is_diagonal else mean.transpose(-1, -2) @ mean
+        outer = mean.square() if self._is_diagonal else mean.transpose(-1, -2) @ mean
         return mean, squares / count.clamp(min=1.0) - outer
 
     def forget(self, count: int) -> None:
