@@ -20,6 +20,7 @@ from .layer import LayerContext
 from .layer_state import LayerState
 from .masks import as_mask_for
 from .policies.base import Held, Policy, Queries
+from .policies.merging import merge_evicted
 from .policies.query_log import QueryLog
 from .policies.reconstruction import Reconstruction
 from .policies.selection import smooth
@@ -178,7 +179,12 @@ class EvictingLayer(KeptLayer):
                 return False
             scores = self.policy.scores(held, self._log and self._log.observer)
             keep = self.policy.select(self.finish(scores, held), budget, self.seen - self.first_slot)
-        self.keep(held, keep, self._first_recent(held))
+        split = self._first_recent(held)
+        if self.plan.merge is not None:
+            targets = keep & ~held.are_sinks(self.plan.num_sink_tokens)
+            targets[..., split:] = False
+            held = merge_evicted(held, keep, targets, self.plan.merge)
+        self.keep(held, keep, split)
         if self._log is not None:
             self._log.observer.move(held.slots, self.slots(), self.seen)
             self._log.observer.end_round()

@@ -56,7 +56,11 @@ def attend(
     begin = table.first_column * table.arena.block_size
     tail = torch.arange(begin, table.stop, device=query.device).expand(rows, kv_heads, -1)
     masks.append(_is_seen(tail.where(tail >= table.start, -1), seen))
-    whole = torch.cat(masks, dim=-1).view(rows * kv_heads, 1, 1, -1)
+    whole = torch.cat(masks, dim=-1)
+    if (log_mass := kept.log_mass()) is not None:
+        log_mass = torch.nn.functional.pad(log_mass, (0, whole.shape[-1] - log_mass.shape[-1]))
+        whole = log_mass.masked_fill(~whole, -torch.inf)
+    whole = whole.reshape(rows * kv_heads, 1, 1, -1)
     packed = query.reshape(rows * kv_heads, heads // kv_heads, 1, dim)
     output = decode.attend(packed, segments, scaling=scaling, mask=whole)
     return output.reshape(rows, 1, heads, -1)

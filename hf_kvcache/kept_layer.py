@@ -100,7 +100,7 @@ class KeptLayer(AttendingLayer):
             return base(module, query, *tail, own, *args, **kwargs)
         self.read_bytes += self.kept.nbytes
         if not is_mergeable or query.shape[2] >= _MANY_QUERIES:
-            states, joined = join_kept(self.name, module, query, self.kept.padded(), tail, mask)
+            states, joined = join_kept(self.name, module, query, self.kept.padded(), self.kept.log_mass(), tail, mask)
             return base(module, query, *states, joined, *args, **kwargs)
         if query.shape[2] == 1 and kept_kernel.can_serve(query, self.kept, self.table):
             return kept_kernel.attend(query, mask, self.scaling, self.kept, self.table), None
@@ -113,7 +113,10 @@ class KeptLayer(AttendingLayer):
         if len(parts) == 1:
             return parts[0]
         joined = (torch.cat(pair, dim=2) for pair in zip(*(part[:4] for part in parts), strict=True))
-        return Held(*joined, *parts[0][4:])
+        log_mass = parts[0].log_mass
+        if log_mass is not None:
+            log_mass = nn.functional.pad(log_mass, (0, parts[1].slots.shape[-1]))
+        return Held(*joined, *parts[0][4:7], log_mass)
 
     def held_parts(self, tail: Sequence[torch.Tensor] | None = None) -> list[Held]:
         """What is kept of older tokens, if anything is, and the newer ones: views where they can be."""
@@ -128,7 +131,7 @@ class KeptLayer(AttendingLayer):
             if self.rotary is not None:
                 places = (kept_slots >= 0).cumsum(dim=-1)
                 positions = start + places - 1 - places[..., -1:]
-            parts.insert(0, Held(keys, values, kept_slots, positions, *whole))
+            parts.insert(0, Held(keys, values, kept_slots, positions, *whole, self.kept.log_mass()))
         return parts
 
     def slots(self) -> torch.Tensor:
@@ -144,7 +147,7 @@ class KeptLayer(AttendingLayer):
         """Hold on to the columns of `held` that `keep` `[B, H, n]` says, and to all from `split` on, in blocks."""
         newer = [state[:, :, split:].clone() for state in held[:2]]
         begin = self.seen - newer[0].shape[2]
-        older = Held(*(state[:, :, :split] for state in held[:4]), *held[4:])
+        older = held.columns(slice(split))
         keep = keep[..., :split]
         if self.rotary is not None:
             places = keep.cumsum(dim=-1)

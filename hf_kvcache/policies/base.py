@@ -23,6 +23,8 @@ class Held(NamedTuple):
         first_slot: int64 `[B]`, the first real token of each row.
         seen: tokens a row that went in, padding included.
         scaling: of the model's attention scores.
+        log_mass: float32 `[B, Hkv, n]`, added to the scores of tokens that stand for several (`merging`); None for
+            all zero.
     """
 
     keys: torch.Tensor
@@ -32,6 +34,17 @@ class Held(NamedTuple):
     first_slot: torch.Tensor
     seen: int
     scaling: float
+    log_mass: torch.Tensor | None = None
+
+    @property
+    def mass(self) -> torch.Tensor:
+        """How many tokens each one stands for, float32 `[B, Hkv, n]`."""
+        return torch.ones_like(self.slots, dtype=torch.float32) if self.log_mass is None else self.log_mass.exp()
+
+    def columns(self, at: slice) -> "Held":
+        """Some of the tokens."""
+        parts = {name: getattr(self, name)[:, :, at] for name in ("keys", "values", "slots", "positions")}
+        return self._replace(**parts, log_mass=None if self.log_mass is None else self.log_mass[..., at])
 
     @property
     def is_held(self) -> torch.Tensor:

@@ -57,6 +57,8 @@ class ExpectedAttention(Policy):
             else:
                 around = ((keys @ spread) * keys).sum(dim=-1, keepdim=True)
             logits[:, :, head] = (along * held.scaling + around * (held.scaling**2 / 2)).squeeze(-1)
+        if held.log_mass is not None:
+            logits += held.log_mass.unsqueeze(2)
         logits.masked_fill_(~held.is_held.unsqueeze(2), -torch.inf)
         expected = logits.softmax(dim=-1).mean(dim=2)
         return (expected + self.epsilon) * held.values.float().norm(dim=-1)

@@ -27,6 +27,8 @@ def attention_weights(queries: Queries, *parts: Held) -> torch.Tensor:
     scores = []
     for held in parts:
         logits = torch.matmul(packed, held.keys.transpose(-1, -2)).float().mul_(held.scaling)
+        if held.log_mass is not None:
+            logits += held.log_mass.unsqueeze(2)
         seen = held.is_held.unsqueeze(2) & (held.slots.unsqueeze(2) <= own_slot[:, None])  # [B, Hkv, T, n]
         logits = logits.unflatten(2, (heads // kv_heads, count))
         scores.append(logits.masked_fill_(~seen.unsqueeze(2), -torch.inf))

@@ -35,6 +35,15 @@ _WHEN = (
     ),
     Option("interval", "int", 128, "tokens between evictions while decoding", at_least(1)),
 )
+_MERGE = (
+    Option(
+        "merge",
+        "float | None",
+        None,
+        "cosine of keys from which an evicted token counts in a kept one (0.8 measured well; None: never)",
+        optional_ratio,
+    ),
+)
 _GRANULARITY = (
     Option("granularity", "str", "head", "what keeps tokens of its own: 'head' or 'layer'", one_of("head", "layer")),
 )
@@ -80,7 +89,7 @@ def _eviction(
         Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", odd),
         Option("pooling", "str", "mean", "how scores of neighbours are joined", one_of("mean", "max")),
     )
-    common = (*_BUDGET, *pooling, *(_WHEN if when else ()), *(_GRANULARITY if granularity else ()))
+    common = (*_BUDGET, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
     return Technique(name, 9, "retention", summary, False, (*common, *options))
 
 
