@@ -20,6 +20,7 @@ from .layer import LayerContext
 from .layer_state import LayerState
 from .masks import as_mask_for
 from .policies.base import Held, Policy, Queries
+from .policies.merging import merge_evicted
 from .policies.query_log import QueryLog
 from .policies.reconstruction import Reconstruction
 from .policies.selection import smooth
@@ -135,7 +136,7 @@ class EvictingLayer(KeptLayer):
     def _remember(self, queries: Queries, tail: Sequence[torch.Tensor]) -> None:
         is_prompt = self._prompt_end is not None or (queries.states.shape[2] > 1 and not self.record_past)
         if self._log is not None and (is_prompt or self.plan.interval is not None):
-            self._log.add(queries, self.first_slot, lambda: self.held(tail), may_be_taken_back=self.record_past)
+            self._log.add(queries, self.first_slot, lambda: self.held_parts(tail), may_be_taken_back=self.record_past)
 
     # --- eviction
 
@@ -173,7 +174,7 @@ class EvictingLayer(KeptLayer):
             Whether there was anything to let go of.
         """
         if self._log is not None:
-            self._log.flush(self.first_slot, lambda: self.held(tail))
+            self._log.flush(self.first_slot, lambda: self.held_parts(tail))
         held = self.held(tail)
         budget = self.budget()
         self._last_eviction = self.seen
@@ -186,7 +187,12 @@ class EvictingLayer(KeptLayer):
                 return False
             scores = self.policy.scores(held, self._log and self._log.observer)
             keep = self.policy.select(self.finish(scores, held), budget, self.seen - self.first_slot)
-        self.keep(held, keep, self._first_recent(held))
+        split = self._first_recent(held)
+        if self.plan.merge is not None:
+            targets = keep & ~held.are_sinks(self.plan.num_sink_tokens)
+            targets[..., split:] = False
+            held = merge_evicted(held, keep, targets, self.plan.merge)
+        self.keep(held, keep, split)
         if self._log is not None:
             self._log.observer.move(held.slots, self.slots(), self.seen)
             self._log.observer.end_round()

@@ -55,6 +55,7 @@ class EvictionPlan:
         kernel_size: neighbouring tokens that a score is pooled over, odd; 1 for none.
         pooling: how, `"mean"` or `"max"`.
         is_layerwise: all heads of a layer keep the same tokens, by the mean of their scores.
+        merge: cosine of keys from which an evicted token counts in a kept one; None for never.
     """
 
     budget: Budget
@@ -65,6 +66,7 @@ class EvictionPlan:
     kernel_size: int
     pooling: str
     is_layerwise: bool
+    merge: float | None
 
     @classmethod
     def of(cls, options: dict[str, Any], num_layers: int) -> "EvictionPlan":
@@ -84,4 +86,5 @@ class EvictionPlan:
             kernel_size=options["kernel_size"],
             pooling=options["pooling"],
             is_layerwise=options.get("granularity") == "layer",
+            merge=options.get("merge"),
         )

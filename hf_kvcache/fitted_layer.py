@@ -42,6 +42,7 @@ class FittedLayer(EvictingLayer):
             kernel_size=1,
             pooling="mean",
             is_layerwise=False,
+            merge=None,
         )
         super().__init__(context, name="compressed with keep='selected'", policy=policy, plan=plan)
 
@@ -60,7 +61,7 @@ class FittedLayer(EvictingLayer):
     def scored(self) -> tuple[Held, torch.Tensor]:
         """What is held, and its scores."""
         held = self.held()
-        self._log.flush(self.first_slot, lambda: held)
+        self._log.flush(self.first_slot, self.held_parts)
         return held, self.policy.scores(held, self._log.observer)
 
     def keep(self, held: Held, keep: torch.Tensor, split: int) -> None:

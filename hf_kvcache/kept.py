@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .blocks import BlockPool
 from .codecs.exact import ExactCodec
@@ -51,6 +52,13 @@ class Kept:
         parts = [(*store.padded(self.rows), store.padded_slots(self.rows).long()) for store in self.stores.values()]
         return list(parts[0]) if len(parts) == 1 else [torch.cat(part, dim=2) for part in zip(*parts, strict=True)]
 
+    def log_mass(self) -> torch.Tensor | None:
+        """Added to the scores of all tokens, `[B, H, w]` as `padded`; None if nothing was merged."""
+        stores = self.stores.values()
+        if all(store.log_mass is None for store in stores):
+            return None
+        return torch.cat([store.padded_log_mass(self.rows) for store in stores], dim=2)
+
     def slots(self) -> list[torch.Tensor]:
         """Slots `[B, H, w]` of each store, -1 for none."""
         return [store.padded_slots(self.rows).long() for store in self.stores.values()]
@@ -74,7 +82,10 @@ class Kept:
         if (newest := self.stores.get("newest")) is not None:
             before = (*newest.padded(self.rows), newest.padded_slots(self.rows).long())
             keys, values, slots = (torch.cat(pair, dim=2) for pair in zip(before, newer[:3], strict=True))
-            newer = newer._replace(keys=keys, values=values, slots=slots, positions=slots)
+            log_mass = None
+            if newest.log_mass is not None:
+                log_mass = nn.functional.pad(newest.padded_log_mass(self.rows), (0, newer.slots.shape[-1]))
+            newer = newer._replace(keys=keys, values=values, slots=slots, positions=slots, log_mass=log_mass)
         joined = {name: store for name, store in self.stores.items() if name != "newest"}
         for name, store in self._encode(pool, newer, newer.is_held, newer.seen).items():
             joined[name] = joined[name].join(pool, store) if name in joined else store
@@ -143,4 +154,5 @@ def _store(pool: BlockPool, codecs: Codecs, held: Held, keep: torch.Tensor) -> K
     index = torch.where(source >= 0, source, source.amax(dim=-1, keepdim=True)).clamp(min=0)
     states = [s.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, s.shape[-1])) for s in held[:2]]
     slots = held.slots.gather(2, index).masked_fill(source < 0, -1)
-    return KeptTokens(pool, codecs, states, slots)
+    log_mass = None if held.log_mass is None else held.log_mass.gather(2, index)
+    return KeptTokens(pool, codecs, states, slots, log_mass)

@@ -8,7 +8,7 @@ from torch import nn
 
 from .attention import attend_with_logsumexp
 from .kept_tokens import KeptTokens
-from .masks import as_mask_for, visible
+from .masks import as_additive, as_mask_for, visible
 
 # Tokens of all heads decoded at a time where the stored form cannot be multiplied as it is.
 SLICE_LENGTH = 8192
@@ -37,8 +37,11 @@ def attend_kept(
         packed = packed.flatten(1, 2).transpose(1, 2)
         seen = None if seen is None else _spread(seen, own, place, (kept.num_rows, most)).flatten(1, 2)
     allowed = None
-    if seen is not None or kept.has_gaps:
+    if seen is not None or kept.has_gaps or kept.log_mass is not None:
         allowed = _allowed(kept, seen, groups, most, length)
+        if kept.log_mass is not None:
+            mass = kept.log_mass.unsqueeze(1).expand(allowed.shape)
+            allowed = mass.masked_fill(~allowed, -torch.inf)
     attend = _attend_even if kept.is_even and kept.is_exact else _attend_groups
     output, logsumexp = attend(kept, packed, allowed, scale)  # [R, H, most * M, Dv], [R, H, most * M]
     if not is_plain:
@@ -80,7 +83,8 @@ def _attend_groups(kept: KeptTokens, packed, allowed, scale):
         keys, values = kept.decoded(start, min(start + step, len(owner)))
         scores = torch.bmm(queries[own], keys.transpose(1, 2)).float().mul_(scale)  # [n, M, G]
         if allowed is not None:
-            scores.masked_fill_(~allowed[part], -torch.inf)
+            own_mask = allowed[part]
+            scores = scores.masked_fill_(~own_mask, -torch.inf) if own_mask.dtype == torch.bool else scores + own_mask
         index = own[:, None].expand(-1, scores.shape[1])
         raised = highest.scatter_reduce(0, index, scores.amax(dim=-1), "amax")
         base = raised.masked_fill(raised == -torch.inf, 0.0)
@@ -116,6 +120,7 @@ def join_kept(
     module: nn.Module,
     query: torch.Tensor,
     kept: Sequence[torch.Tensor],
+    log_mass: torch.Tensor | None,
     tail: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -126,7 +131,7 @@ def join_kept(
     """
     *states, slots = kept
     joined = [torch.cat(pair, dim=2) for pair in zip(states, tail, strict=True)]
-    if mask is None and not bool((slots < 0).any()):
+    if mask is None and log_mass is None and not bool((slots < 0).any()):
         return joined, None
     implementation = module.config._attn_implementation
     if "flash" in implementation:
@@ -146,4 +151,7 @@ def join_kept(
         own = mask[..., mask.shape[-1] - tail_length :]
     own_kept = as_mask_for(module, allowed.repeat_interleave(heads // kv_heads, dim=1), query.dtype)
     shape = (rows, heads, length, -1)
+    if log_mass is not None:
+        own_kept, own = (as_additive(part, query.dtype) for part in (own_kept, own))
+        own_kept = own_kept + log_mass.repeat_interleave(heads // kv_heads, dim=1).unsqueeze(2).to(query.dtype)
     return joined, torch.cat([own_kept.expand(shape), own.expand(shape)], dim=-1)

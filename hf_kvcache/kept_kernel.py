@@ -70,11 +70,17 @@ class Prepared:
             slots.append(store.padded_slots(kept.rows).flatten(0, 1))
             self.length += slots[-1].shape[-1]
         self._slots = torch.cat(slots, dim=-1)  # [B * H, n]
+        self._log_mass = None if (log_mass := kept.log_mass()) is None else log_mass.flatten(0, 1)
         self._mask: torch.Tensor | None = None
         self._gap = 0
 
     def mask(self, seen: torch.Tensor | None, table: BlockTable) -> torch.Tensor:
-        """Whether there is a token, and the query sees it: bool `[B * H, 1, 1, n + tail]`; `seen` is `[B, T]`."""
+        """Whether there is a token that the query sees, or what is added to its score: `[B * H, 1, 1, n + tail]`.
+
+        Args:
+            seen: slots that each row sees, bool `[B, T]`; None for all.
+            table: of the newer tokens.
+        """
         begin = table.first_column * table.arena.block_size
         gap, length = table.start - begin, table.stop - begin
         if self._mask is None or gap != self._gap or self._mask.shape[-1] < self.length + length:
@@ -83,12 +89,14 @@ class Prepared:
             self._mask = torch.cat([self._slots >= 0, is_token.expand(len(self._slots), -1)], dim=-1)[:, None, None]
             self._gap = gap
         whole = self._mask[..., : self.length + length]
-        if seen is None:
+        if seen is not None:
+            own = seen.repeat_interleave(len(self._slots) // len(seen), dim=0)
+            old = own.gather(1, self._slots.clamp(min=0).long())
+            whole = whole & torch.cat([old, own[:, begin : table.stop]], dim=-1)[:, None, None]
+        if self._log_mass is None:
             return whole
-        kv_heads = len(self._slots) // len(seen)
-        own = seen.repeat_interleave(kv_heads, dim=0)
-        old = own.gather(1, self._slots.clamp(min=0).long())
-        return whole & torch.cat([old, own[:, begin : table.stop]], dim=-1)[:, None, None]
+        bias = torch.nn.functional.pad(self._log_mass, (0, length))[:, None, None]
+        return bias.masked_fill(~whole, -torch.inf)
 
 
 def _forms(store: KeptTokens) -> list:

@@ -100,7 +100,7 @@ class KeptLayer(AttendingLayer):
             return base(module, query, *tail, own, *args, **kwargs)
         self.read_bytes += self.kept.nbytes
         if not is_mergeable or query.shape[2] >= _MANY_QUERIES:
-            states, joined = join_kept(self.name, module, query, self.kept.padded(), tail, mask)
+            states, joined = join_kept(self.name, module, query, self.kept.padded(), self.kept.log_mass(), tail, mask)
             return base(module, query, *states, joined, *args, **kwargs)
         if query.shape[2] == 1 and kept_kernel.can_serve(query, self.kept, self.table):
             return kept_kernel.attend(query, mask, self.scaling, self.kept, self.table), None
@@ -109,19 +109,30 @@ class KeptLayer(AttendingLayer):
 
     def held(self, tail: Sequence[torch.Tensor] | None = None) -> Held:
         """All tokens held: what is kept of older ones, then the newer ones. A copy if both are there."""
+        parts = self.held_parts(tail)
+        if len(parts) == 1:
+            return parts[0]
+        joined = (torch.cat(pair, dim=2) for pair in zip(*(part[:4] for part in parts), strict=True))
+        log_mass = parts[0].log_mass
+        if log_mass is not None:
+            log_mass = nn.functional.pad(log_mass, (0, parts[1].slots.shape[-1]))
+        return Held(*joined, *parts[0][4:7], log_mass)
+
+    def held_parts(self, tail: Sequence[torch.Tensor] | None = None) -> list[Held]:
+        """What is kept of older tokens, if anything is, and the newer ones: views where they can be."""
         tail = self.table.materialize() if tail is None else tail
         start = self.table.start if self.table.length else self.seen - tail[0].shape[2]
         slots = torch.arange(start, start + tail[0].shape[2], device=self.device).expand(*tail[0].shape[:2], -1)
-        parts = (*tail, slots, slots)
+        whole = (self.first_slot, start + tail[0].shape[2], self.scaling)
+        parts = [Held(*tail, slots, slots, *whole)]
         if self.kept:
             keys, values, kept_slots = self.kept.padded()
             positions = kept_slots
             if self.rotary is not None:
                 places = (kept_slots >= 0).cumsum(dim=-1)
                 positions = start + places - 1 - places[..., -1:]
-            kept = (keys, values, kept_slots, positions)
-            parts = [torch.cat(pair, dim=2) for pair in zip(kept, parts, strict=True)]
-        return Held(*parts, self.first_slot, start + tail[0].shape[2], self.scaling)
+            parts.insert(0, Held(keys, values, kept_slots, positions, *whole, self.kept.log_mass()))
+        return parts
 
     def slots(self) -> torch.Tensor:
         """Slots of all tokens held, as in `held`."""
@@ -136,7 +147,7 @@ class KeptLayer(AttendingLayer):
         """Hold on to the columns of `held` that `keep` `[B, H, n]` says, and to all from `split` on, in blocks."""
         newer = [state[:, :, split:].clone() for state in held[:2]]
         begin = self.seen - newer[0].shape[2]
-        older = Held(*(state[:, :, :split] for state in held[:4]), *held[4:])
+        older = held.columns(slice(split))
         keep = keep[..., :split]
         if self.rotary is not None:
             places = keep.cumsum(dim=-1)

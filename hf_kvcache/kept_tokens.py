@@ -22,16 +22,25 @@ Codecs = tuple[Codec, Codec]
 class KeptTokens:
     """`N` groups of `G` tokens, each of one head of one row: a codec's planes `[N, *]`, and slots `[N, G]`.
 
-    Groups are ordered by row, then head. A slot is -1 where a group holds no token.
+    Groups are ordered by row, then head. A slot is -1 where a group holds no token. What is added to a token's scores
+    (`log_mass`, float32 `[N, G]`) is there only where tokens may stand for others.
 
     Args:
         pool: counts the memory.
         codecs: of keys and values.
         states: keys and values `[B, H, w, D]` to keep, those of each head first; `w` is a multiple of `G`.
         slots: int64 `[B, H, w]`, their places in the sequence; -1 from where a head has no more.
+        log_mass: added to their scores, `[B, H, w]`; None if each stands for itself alone.
     """
 
-    def __init__(self, pool: BlockPool, codecs: Codecs, states: Sequence[torch.Tensor], slots: torch.Tensor):
+    def __init__(
+        self,
+        pool: BlockPool,
+        codecs: Codecs,
+        states: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        log_mass: torch.Tensor | None = None,
+    ):
         self._describe(codecs, states)
         is_group = (slots >= 0).unflatten(-1, (-1, self.group_length)).any(dim=-1)
         encoded = [plane for codec, state in zip(codecs, states, strict=True) for plane in codec.encode(state)]
@@ -39,6 +48,7 @@ class KeptTokens:
             pool,
             [plane[is_group] for plane in encoded],
             slots.unflatten(-1, (-1, self.group_length))[is_group],
+            None if log_mass is None else log_mass.unflatten(-1, (-1, self.group_length))[is_group],
             # A sync an eviction: how many groups each head of each row needs.
             is_group.sum(dim=-1).cpu().numpy(),
             (slots >= 0).sum(dim=-1).cpu().numpy(),
@@ -59,22 +69,24 @@ class KeptTokens:
         kept = object.__new__(cls)
         kept._describe(codecs, states)
         tensors = {name: tensor.to(pool.device) for name, tensor in state.tensors.items()}
-        planes = [tensors[f"plane_{index}"] for index in range(len(tensors) - 3)]
+        planes = [tensors[f"plane_{index}"] for index in range(sum(name.startswith("plane_") for name in tensors))]
         counts, num_groups = (state.tensors[name].numpy() for name in ("counts", "num_groups"))
-        kept._hold(pool, planes, tensors["slots"], num_groups, counts)
+        kept._hold(pool, planes, tensors["slots"], tensors.get("log_mass"), num_groups, counts)
         return kept
 
     def state(self) -> LayerState:
         """Everything, as plain tensors."""
         tensors = {f"plane_{index}": plane for index, plane in enumerate(self.planes)}
         counts = {"counts": torch.from_numpy(self.counts), "num_groups": torch.from_numpy(self._num_groups)}
-        return LayerState(tensors | {"slots": self.slots} | counts)
+        mass = {} if self.log_mass is None else {"log_mass": self.log_mass}
+        return LayerState(tensors | {"slots": self.slots} | mass | counts)
 
     def _hold(
         self,
         pool: BlockPool,
         planes: list[torch.Tensor],
         slots: torch.Tensor,
+        log_mass: torch.Tensor | None,
         num_groups: np.ndarray,
         counts: np.ndarray,
     ) -> None:
@@ -84,6 +96,7 @@ class KeptTokens:
             own.copy_(plane)
         with torch.inference_mode(False):
             self.slots = slots.to(torch.int32).clone()
+            self.log_mass = None if log_mass is None else log_mass.clone()
         self.counts, self._num_groups = counts, num_groups
         self._owner: torch.Tensor | None = None
         pool.register(self)
@@ -104,7 +117,7 @@ class KeptTokens:
 
     @property
     def nbytes(self) -> int:
-        return self.reserved_bytes + self.slots.nbytes
+        return self.reserved_bytes + self.slots.nbytes + (0 if self.log_mass is None else self.log_mass.nbytes)
 
     @property
     def num_rows(self) -> int:
@@ -133,7 +146,8 @@ class KeptTokens:
     def to(self, pool: BlockPool) -> "KeptTokens":
         """The same tokens on another device."""
         planes = [plane.to(pool.device) for plane in self.planes]
-        return self._like(pool, planes, self.slots.to(pool.device), self._num_groups, self.counts)
+        mass = None if self.log_mass is None else self.log_mass.to(pool.device)
+        return self._like(pool, planes, self.slots.to(pool.device), mass, self._num_groups, self.counts)
 
     def take(self, pool: BlockPool, rows: np.ndarray) -> "KeptTokens":
         """A copy of some rows, to let go of the others."""
@@ -141,16 +155,24 @@ class KeptTokens:
         groups = np.concatenate([np.flatnonzero(own == row) for row in rows])
         index = torch.from_numpy(groups).to(self.slots.device)
         planes = [plane[index] for plane in self.planes]
-        return self._like(pool, planes, self.slots[index], self._num_groups[rows], self.counts[rows])
+        mass = None if self.log_mass is None else self.log_mass[index]
+        return self._like(pool, planes, self.slots[index], mass, self._num_groups[rows], self.counts[rows])
 
     def join(self, pool: BlockPool, newer: "KeptTokens") -> "KeptTokens":
         """Each head's groups, then its groups of `newer`. Nothing is encoded again."""
         order = torch.cat([self.owner, newer.owner]).argsort(stable=True)
         planes = [torch.cat(pair)[order] for pair in zip(self.planes, newer.planes, strict=True)]
         slots = torch.cat([self.slots, newer.slots])[order]
-        return self._like(pool, planes, slots, self._num_groups + newer._num_groups, self.counts + newer.counts)
+        pair = [store.mass_of_groups for store in (self, newer)]
+        mass = None if self.log_mass is None and newer.log_mass is None else torch.cat(pair)[order]
+        return self._like(pool, planes, slots, mass, self._num_groups + newer._num_groups, self.counts + newer.counts)
 
     # --- reading
+
+    @property
+    def mass_of_groups(self) -> torch.Tensor:
+        """What is added to the scores of each token of each group, float32 `[N, G]`."""
+        return torch.zeros(self.slots.shape, device=self.slots.device) if self.log_mass is None else self.log_mass
 
     def decoded(self, start: int, stop: int) -> list[torch.Tensor]:
         """Keys and values `[n, G, D]` of the groups from `start` to `stop`."""
@@ -182,6 +204,13 @@ class KeptTokens:
             return self.slots.view(len(rows), self.num_heads, -1)
         groups, is_absent = found
         return self.slots[groups].masked_fill(is_absent.unsqueeze(-1), -1).flatten(2)
+
+    def padded_log_mass(self, rows: np.ndarray) -> torch.Tensor:
+        """What is added to scores, `[B, H, w]` as `padded_slots`."""
+        mass = self.mass_of_groups
+        if (found := self._groups_of(rows)) is None:
+            return mass.view(len(rows), self.num_heads, -1)
+        return mass[found[0]].flatten(2)
 
     def padded(self, rows: np.ndarray) -> list[torch.Tensor]:
         """Keys and values `[B, H, w, D]` of `rows`: a view where nothing is encoded and all heads are even.

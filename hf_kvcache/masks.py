@@ -36,6 +36,13 @@ def as_mask_for(module: nn.Module, allowed: torch.Tensor, dtype: torch.dtype) ->
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
+def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The additive form of a mask that is boolean or additive."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 def restrict_mask(
     module: nn.Module, mask: torch.Tensor | None, allowed: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -155,6 +155,26 @@ def test_a_long_generation_keeps_its_memory_flat(make_ids, tiny_model):
     assert max(sizes[2:]) < 0.5 * cache.report().dynamic_bytes
 
 
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "expected_attention", "blend"])
+def test_what_is_remembered_of_queries_takes_less_than_a_few_tokens(policy, make_ids, tiny_model, run):
+    """At every step of an interval, in tokens' keys and values, beside a policy that remembers nothing."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    ids, interval, most = make_ids(1, 200), 70, 0
+    caches = [
+        make_cache(model, name, budget=60, when="both", interval=interval, block_size=16)
+        for name in (policy, "streaming_llm")
+    ]
+    token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
+    for cache in caches:
+        run(model, cache, ids[:, :120])
+        cache.compress()
+    for step in range(120, 200):
+        for cache in caches:
+            run(model, cache, ids[:, step : step + 1])
+        most = max(most, measure(caches[0]) - measure(caches[1]))
+    assert 0 < most < 28 * token
+
+
 def test_prompts_no_longer_than_the_budget_lose_nothing(tiny_model, make_ids):
     """Peers fail on prompts shorter than their observation window."""
     model = tiny_model("llama")

@@ -14,6 +14,7 @@ from .keydiff import KeyDiff
 from .knorm import KeyNorm
 from .kvzip import KVzip
 from .lagkv import LagKV
+from .leverage import Leverage
 from .pyramidkv import PyramidKV
 from .random import Random
 from .snapkv import SnapKV
@@ -63,12 +64,14 @@ def build_policy(
             return KeyNorm()
         case "keydiff":
             return KeyDiff()
+        case "leverage":
+            return Leverage(rotary=find_rotary())
         case "lagkv":
             return LagKV(lag_length=options["lag_length"], num_sink_tokens=sinks)
         case "tova":
             return Tova()
         case "h2o":
-            return H2O()
+            return H2O(average=options["average"])
         case "snapkv":
             return SnapKV(observation_window=options["observation_window"])
         case "expected_attention":
@@ -83,7 +86,8 @@ def build_policy(
             scorer = build_policy(options["scorer"], options, **place)
             return PyramidKV(scorer, beta=options["beta"], layer=layer, num_layers=num_layers)
         case "blend":
-            return Blend([build_policy(scorer, options, **place) for scorer in options["scorers"]])
+            scorers = [build_policy(scorer, options, **place) for scorer in options["scorers"]]
+            return Blend(scorers, num_sink_tokens=sinks)
         case "adakv":
             return AdaKV(build_policy(options["scorer"], options, **place), safeguard=options["safeguard"])
     raise ValueError(f"unknown policy {name!r}")

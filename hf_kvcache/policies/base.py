@@ -1,7 +1,7 @@
 """What a retention policy is: scores for the tokens a layer holds, and a choice among them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ class Held(NamedTuple):
         first_slot: int64 `[B]`, the first real token of each row.
         seen: tokens a row that went in, padding included.
         scaling: of the model's attention scores.
+        log_mass: float32 `[B, Hkv, n]`, added to the scores of tokens that stand for several (`merging`); None for
+            all zero.
     """
 
     keys: torch.Tensor
@@ -32,6 +34,17 @@ class Held(NamedTuple):
     first_slot: torch.Tensor
     seen: int
     scaling: float
+    log_mass: torch.Tensor | None = None
+
+    @property
+    def mass(self) -> torch.Tensor:
+        """How many tokens each one stands for, float32 `[B, Hkv, n]`."""
+        return torch.ones_like(self.slots, dtype=torch.float32) if self.log_mass is None else self.log_mass.exp()
+
+    def columns(self, at: slice | torch.Tensor) -> "Held":
+        """Some of the tokens."""
+        parts = {name: getattr(self, name)[:, :, at] for name in ("keys", "values", "slots", "positions")}
+        return self._replace(**parts, log_mass=None if self.log_mass is None else self.log_mass[..., at])
 
     @property
     def is_held(self) -> torch.Tensor:
@@ -52,16 +65,14 @@ class Queries(NamedTuple):
 class Observer(ABC):
     """What a policy remembers of the queries since the last eviction. Never a matrix of attention weights."""
 
-    patience = 16  # single steps whose queries may wait before they are seen
-
     @abstractmethod
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         """Take note of `queries`.
 
         Args:
             queries: of consecutive tokens.
             first_slot: int64 `[B]`, the first real token of each row.
-            held: what they attended to, up to their own slot. Calling it may copy all of it.
+            held: what they attended to, up to their own slot, in parts that follow each other.
         """
 
     @abstractmethod
@@ -99,6 +110,7 @@ class Policy(ABC):
 
     needs_reconstruction = False  # whether scoring takes a second reading of the prompt, which `new_reading` watches
     is_incremental = True  # whether it can evict between the chunks of a prompt
+    has_ratios = False  # whether scores are positive and count by their ratios, as attention does
 
     def new_observer(self) -> Observer | None:
         """What to remember of the queries, or None for a policy that needs keys and values only."""

@@ -1,8 +1,11 @@
-"""A blend of policies: tokens are ranked by each of them, and their ranks are added (a Borda count).
+"""A blend of policies: their scores, each in standard deviations from its mean, are added.
 
 Policies that look at different things make different mistakes: expected attention at what queries would look for,
-KeyDiff at what is unlike the rest. Together they kept more of what is asked later than either on essays, and about as
-much as expected attention on technical prose. Needs no second pass. Ours; the parts are of their own papers.
+KeyDiff and leverage at what is unlike the rest. Where something is asked later, attention's output is off by half as
+much as with the best of them, and where text just goes on by no more than with expected attention (SmolLM2, half of the
+tokens kept). Scores of attention count by their logarithm. Needs no second pass.
+Ours, after Compactor (https://arxiv.org/abs/2507.08143), which adds leverage to attention; the parts are of their own
+papers.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +14,9 @@ import torch
 
 from ..layer_state import LayerState
 from .base import Held, Observer, Policy, Queries
-from .selection import ranks
+from .selection import standardize
+
+_LEAST = 1e-12  # attention, of which the logarithm is taken
 
 
 class Observers(Observer):
@@ -20,11 +25,7 @@ class Observers(Observer):
     def __init__(self, members: Sequence[Observer | None]):
         self.members = members
 
-    @property
-    def patience(self) -> int:
-        return max((member.patience for member in self._present), default=Observer.patience)
-
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         for member in self._present:
             member.see(queries, first_slot, held)
 
@@ -72,16 +73,22 @@ class Blend(Policy):
 
     Args:
         scorers: policies that score tokens, at least one.
+        num_sink_tokens: first tokens of each row, whose scores are unlike all others and set no standard.
     """
 
-    def __init__(self, scorers: Sequence[Policy]):
+    def __init__(self, scorers: Sequence[Policy], *, num_sink_tokens: int):
         self.scorers = scorers
+        self.num_sink_tokens = num_sink_tokens
 
     def new_observer(self) -> Observers:
         return Observers([scorer.new_observer() for scorer in self.scorers])
 
     def scores(self, held: Held, observer: Observers) -> torch.Tensor:
+        counts = held.is_held & ~held.are_sinks(self.num_sink_tokens)
         total = torch.zeros(held.slots.shape, device=held.slots.device)
         for scorer, own in zip(self.scorers, observer.members, strict=True):
-            total -= ranks(scorer.scores(held, own).masked_fill(~held.is_held, -torch.inf))
+            scores = scorer.scores(held, own)
+            if scorer.has_ratios:
+                scores = scores.clamp(min=_LEAST).log()
+            total += standardize(scores, counts)
         return total

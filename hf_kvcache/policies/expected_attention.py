@@ -6,7 +6,7 @@ the tokens; plus `epsilon`, times `|v|`, averaged over the query heads of the gr
 Knows nothing of a question that comes later, and needs no second pass: among the best of that kind here.
 Paper: Devoto et al. 2025, https://arxiv.org/abs/2510.00636.
 Differs from the paper: `epsilon`, and scores are pooled over neighbours (0 and `kernel_size=1` for the paper's): both
-measured far better.
+measured far better. While decoding, channels are taken as independent: a covariance takes much memory.
 """
 
 import torch
@@ -26,6 +26,8 @@ class ExpectedAttention(Policy):
         epsilon: added to each score before it is weighted by the value's norm.
     """
 
+    has_ratios = True
+
     def __init__(self, *, rotary: Rotary, num_future_tokens: int, num_sink_tokens: int, epsilon: float):
         self.rotary = rotary
         self.num_future_tokens = num_future_tokens
@@ -40,18 +42,24 @@ class ExpectedAttention(Policy):
         if moments is None:
             return held.slots.float()
         mean, covariance = moments
-        turn = self._mean_turn(held)  # [B, D, D]
-        mean = mean @ turn
-        covariance = turn.unsqueeze(1).transpose(-1, -2) @ covariance @ turn.unsqueeze(1)
-        keys, kv_heads = held.keys.float(), held.keys.shape[1]
-        logits = keys.new_zeros(len(keys), mean.shape[1], keys.shape[2])
+        kv_heads = held.keys.shape[1]
         groups = mean.shape[1] // kv_heads
+        # Keys are turned back instead of queries forward: once for all query heads.
+        keys = held.keys.float() @ self._mean_turn(held).unsqueeze(1).transpose(-1, -2)
+        is_diagonal = covariance.shape[2] == 1
+        squares = keys.square() if is_diagonal else None
+        logits = keys.new_zeros(len(keys), kv_heads, groups, keys.shape[2])
         for head in range(groups):  # query heads of a group, a few: the products of all at once would be as many keys
-            of_group = slice(head, None, groups)
-            along = (keys @ mean[:, of_group].unsqueeze(-1)).squeeze(-1)
-            spread = ((keys @ covariance[:, of_group]) * keys).sum(dim=-1)
-            logits[:, of_group] = along * held.scaling + spread * (held.scaling**2 / 2)
-        logits = logits.unflatten(1, (kv_heads, groups)).masked_fill(~held.is_held.unsqueeze(2), -torch.inf)
+            own, spread = mean[:, head::groups], covariance[:, head::groups]
+            along = keys @ own.transpose(-1, -2)  # [B, Hkv, n, 1]
+            if is_diagonal:
+                around = squares @ spread.transpose(-1, -2)
+            else:
+                around = ((keys @ spread) * keys).sum(dim=-1, keepdim=True)
+            logits[:, :, head] = (along * held.scaling + around * (held.scaling**2 / 2)).squeeze(-1)
+        if held.log_mass is not None:
+            logits += held.log_mass.unsqueeze(2)
+        logits.masked_fill_(~held.is_held.unsqueeze(2), -torch.inf)
         expected = logits.softmax(dim=-1).mean(dim=2)
         return (expected + self.epsilon) * held.values.float().norm(dim=-1)
 

@@ -4,6 +4,7 @@ After the sinks, tokens are cut into parts of `lag_length`. A part is normalised
 maximum of the next part; score: softmax over the part of the standard deviation over channels, keys and values added.
 Every part loses the same share; the last whole part and what follows it stay. Needs no query.
 Paper: Liang et al. 2025, https://arxiv.org/abs/2504.04704.
+Differs from the paper: scores are pooled over neighbours (`kernel_size=1` for the paper's): it measured better.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What policies remember of queries: the last ones, their mean and covariance, or the attention each token received."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,20 +13,27 @@ _MOMENTS = ("count", "total", "squares")
 _QUERIES_AT_A_TIME = 256
 
 
-def attention_weights(queries: Queries, held: Held) -> torch.Tensor:
+def attention_weights(queries: Queries, *parts: Held) -> torch.Tensor:
     """Softmax of `queries` over the held tokens up to their own slot: float32 `[B, Hkv, Hq / Hkv, T, n]`.
 
-    A query of a padding token, which sees nothing, gives zeros.
+    Args:
+        queries: of consecutive tokens. One of a padding token, which sees nothing, gives zeros.
+        parts: what is held, `n` tokens together; read where they lie.
     """
     rows, heads, count, _ = queries.states.shape
-    kv_heads = held.keys.shape[1]
+    kv_heads, first_slot = parts[0].keys.shape[1], parts[0].first_slot
     packed = queries.states.reshape(rows, kv_heads, -1, queries.states.shape[-1])
-    logits = torch.matmul(packed, held.keys.transpose(-1, -2)).float().mul_(held.scaling)
-    logits = logits.unflatten(2, (heads // kv_heads, count))
-    own_slot = torch.arange(queries.start, queries.start + count, device=held.slots.device)
-    seen = held.is_held.unsqueeze(2) & (held.slots.unsqueeze(2) <= own_slot[:, None])  # [B, Hkv, T, n]
-    weights = logits.masked_fill_(~seen.unsqueeze(2), -torch.inf).softmax(dim=-1)
-    is_real = own_slot >= held.first_slot[:, None]  # [B, T]
+    own_slot = torch.arange(queries.start, queries.start + count, device=first_slot.device)
+    scores = []
+    for held in parts:
+        logits = torch.matmul(packed, held.keys.transpose(-1, -2)).float().mul_(held.scaling)
+        if held.log_mass is not None:
+            logits += held.log_mass.unsqueeze(2)
+        seen = held.is_held.unsqueeze(2) & (held.slots.unsqueeze(2) <= own_slot[:, None])  # [B, Hkv, T, n]
+        logits = logits.unflatten(2, (heads // kv_heads, count))
+        scores.append(logits.masked_fill_(~seen.unsqueeze(2), -torch.inf))
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
+    is_real = own_slot >= first_slot[:, None]  # [B, T]
     return weights.masked_fill_(~is_real[:, None, None, :, None], 0.0)
 
 
@@ -37,7 +44,7 @@ class QueryWindow(Observer):
         self.length = length
         self.clear()
 
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         new, start = queries.states[:, :, -self.length :], queries.start + queries.states.shape[2]
         if self.queries is not None and new.shape[2] < self.length:
             older = self.queries.states[:, :, new.shape[2] - self.length :]
@@ -77,6 +84,9 @@ class QueryWindow(Observer):
 class QueryMoments(Observer):
     """Mean and covariance of the queries before rotary embedding, without those of the sinks.
 
+    When no more queries than channels come in at a time, as while decoding, only the variance of each channel is
+    remembered from then on: a covariance would take `D / 2` tokens' keys and values for every query head.
+
     Args:
         rotary: of the layer.
         num_sink_tokens: first tokens of each row whose queries, which are unlike all others, do not count.
@@ -87,23 +97,36 @@ class QueryMoments(Observer):
         self.num_sink_tokens = num_sink_tokens
         self.clear()
 
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         states, start = queries
         slots = torch.arange(start, start + states.shape[2], device=states.device)
         positions = slots - first_slot[:, None]  # [B, T]
         flat = self.rotary.turn(states.float(), -positions.clamp(min=0))
         weight = (positions >= self.num_sink_tokens).float()[:, None, :, None]
         flat = flat * weight
-        added = (weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True), flat.transpose(-1, -2) @ flat)
+        count, total = weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True)
+        if states.shape[2] <= states.shape[3] or self._is_diagonal:
+            squares = flat.square().sum(dim=2, keepdim=True)
+            if self._sums is not None and not self._is_diagonal:
+                diagonal = self._sums[2].diagonal(dim1=-2, dim2=-1).unsqueeze(2).clone()
+                self._sums = (*self._sums[:2], diagonal)
+        else:
+            squares = flat.transpose(-1, -2) @ flat
+        added = (count, total, squares)
         self._sums = added if self._sums is None else tuple(a + b for a, b in zip(self._sums, added, strict=True))
 
+    @property
+    def _is_diagonal(self) -> bool:
+        return self._sums is not None and self._sums[2].shape[2] == 1
+
     def moments(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Mean `[B, Hq, D]` and covariance `[B, Hq, D, D]`, float32; None before any query."""
+        """Mean `[B, Hq, 1, D]`, and covariance `[B, Hq, D, D]` or variance `[B, Hq, 1, D]`; None before any query."""
         if self._sums is None:
             return None
         count, total, squares = self._sums
         mean = total / count.clamp(min=1.0)
-        return mean.squeeze(2), squares / count.clamp(min=1.0) - mean.transpose(-1, -2) @ mean
+        outer = mean.square() if self._is_diagonal else mean.transpose(-1, -2) @ mean
+        return mean, squares / count.clamp(min=1.0) - outer
 
     def forget(self, count: int) -> None:
         pass  # what a few queries added to the mean stays
@@ -133,22 +156,23 @@ class QueryMoments(Observer):
 class AttentionSums(Observer):
     """The attention that each held token has received from all queries so far, float32 `[B, Hkv, n]`."""
 
-    patience = 128  # each look takes all that is held
-
     def __init__(self):
         self.clear()
 
-    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
-        held = held()
-        sums = self.aligned(held)
+    def see(self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
+        parts = held()
+        sums = self._sums_of(sum(part.slots.shape[-1] for part in parts), like=parts[0].slots)
         for begin in range(0, queries.states.shape[2], _QUERIES_AT_A_TIME):
             part = queries.states[:, :, begin : begin + _QUERIES_AT_A_TIME]
-            sums += attention_weights(Queries(part, queries.start + begin), held).sum(dim=(2, 3))
+            sums += attention_weights(Queries(part, queries.start + begin), *parts).sum(dim=(2, 3))
         self._sums = sums
 
     def aligned(self, held: Held) -> torch.Tensor:
         """The sums, with zeros for the tokens that came after the last queries seen."""
-        sums = held.slots.new_zeros(held.slots.shape, dtype=torch.float32)
+        return self._sums_of(held.slots.shape[-1], like=held.slots)
+
+    def _sums_of(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        sums = like.new_zeros((*like.shape[:2], count), dtype=torch.float32)
         if self._sums is not None:
             sums[..., : self._sums.shape[-1]] = self._sums
         return sums

@@ -1,11 +1,14 @@
 """Hands the queries of a layer to its policy's observer: a prompt's at once, those of single steps many at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..layer_state import LayerState
 from .base import Held, Observer, Queries
+
+# Single steps whose queries wait: each takes the memory of one or two tokens, and each look takes a step's time.
+_MOST_WAITING = 16
 
 
 class QueryLog:
@@ -21,15 +24,15 @@ class QueryLog:
         self._observed = 0  # slots that the observer knows of
 
     def add(
-        self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Held], *, may_be_taken_back: bool
+        self, queries: Queries, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]], *, may_be_taken_back: bool
     ) -> None:
-        """Take note of `queries`; `held()` is what the layer holds, those tokens included."""
+        """Take note of `queries`; `held()` are the parts of what the layer holds, those tokens included."""
         self._waiting.append(queries)
-        is_many = queries.states.shape[2] > 1 or len(self._waiting) >= self.observer.patience
+        is_many = queries.states.shape[2] > 1 or len(self._waiting) >= _MOST_WAITING
         if is_many and not may_be_taken_back:
             self.flush(first_slot, held)
 
-    def flush(self, first_slot: torch.Tensor, held: Callable[[], Held]) -> None:
+    def flush(self, first_slot: torch.Tensor, held: Callable[[], Sequence[Held]]) -> None:
         """Hand all queries to the observer."""
         if self._waiting:
             states = [queries.states for queries in self._waiting]

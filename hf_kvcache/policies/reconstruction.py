@@ -68,11 +68,11 @@ class Reconstruction:
             # Another sample for each part, so that every token is looked at from afar too.
             stride = max(1, -(-len(far) // _NUM_SAMPLED))
             sample = far[begin // _QUERIES_AT_A_TIME % stride :: stride]
-            text, rest = _take(held, near), _take(held, sample)
+            text, rest = held.columns(near), held.columns(sample)
             parts = [self._attend_near(part, states, begin), self._attend_earlier(part, states, text, begin)]
             if len(far):
                 # It stands for all that is far: without it, what is near would seem to matter more.
-                output, logsumexp = _attend_packed(part, rest.keys, rest.values, rest.is_held, held.scaling)
+                output, logsumexp = _attend_packed(part, rest.keys, rest.values, rest.is_held, rest)
                 parts.append((output, logsumexp + math.log(len(far) / len(sample))))
             output, logsumexp = merge(*zip(*parts, strict=True))
             outputs.append(output.to(part.dtype))
@@ -83,6 +83,8 @@ class Reconstruction:
             extended = torch.cat([packed, -logsumexp.unsqueeze(-1)], dim=-1).unflatten(1, (-1, groups)).flatten(2, 3)
             keys = nn.functional.pad(torch.cat([text.keys, rest.keys], dim=2).float(), (0, 1), value=1.0)
             scores = torch.matmul(extended, keys.transpose(-1, -2))
+            if held.log_mass is not None:
+                scores += torch.cat([text.log_mass, rest.log_mass], dim=2).unsqueeze(2)
             self._columns = torch.cat([near, sample])
             self.note(scores.unflatten(2, (groups, count)), queries.start + begin)
         if self._is_last:
@@ -114,7 +116,7 @@ class Reconstruction:
         if self._is_padding is not None:
             is_there[..., text.is_held.shape[-1] :] &= ~self._is_padding[:, None, at]
         earlier = [torch.cat([t, s[:, :, at]], dim=2) for t, s in zip(text[:2], states, strict=True)]
-        return _attend_packed(queries, *earlier, is_there, text.scaling)
+        return _attend_packed(queries, *earlier, is_there, text)
 
     def note(self, scores: torch.Tensor, start: int) -> None:
         """Take note of log weights `[B, Hkv, Hq / Hkv, T, n]` of the tokens seen, by queries from slot `start`."""
@@ -122,13 +124,12 @@ class Reconstruction:
         self._log_most[..., self._columns] = torch.maximum(before, scores.amax(dim=(2, 3)))
 
 
-def _take(held: Held, columns: torch.Tensor) -> Held:
-    return Held(*(state.index_select(2, columns) for state in held[:4]), *held[4:])
-
-
-def _attend_packed(queries, keys, values, is_there: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `[B, Hq, T, D]` to KV heads as they are stored, those tokens that are there, bool `[B, Hkv, n]`."""
+def _attend_packed(queries, keys, values, is_there: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `[B, Hq, T, D]` to KV heads as they are stored, `held` first, and those that are there, bool `[B, Hkv, n]`."""
     packed = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[-1])
     mask = None if bool(is_there.all()) else is_there.unsqueeze(2)
-    attended = attend_with_logsumexp(packed, keys, values, mask, scaling)
+    if held.log_mass is not None:
+        log_mass = nn.functional.pad(held.log_mass, (0, is_there.shape[-1] - held.log_mass.shape[-1]))
+        mask = log_mass.masked_fill(~is_there, -torch.inf).unsqueeze(2)
+    attended = attend_with_logsumexp(packed, keys, values, mask, held.scaling)
     return tuple(state.reshape(*queries.shape[:3], *state.shape[3:]) for state in attended)

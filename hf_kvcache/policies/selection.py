@@ -13,6 +13,14 @@ def ranks(scores: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
+def standardize(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`scores` `[B, H, n]` in standard deviations from the mean of those columns of a head that `counts` says."""
+    number = counts.sum(dim=-1, keepdim=True).clamp(min=1)
+    centred = scores - scores.masked_fill(~counts, 0.0).sum(dim=-1, keepdim=True) / number
+    variance = centred.masked_fill(~counts, 0.0).square().sum(dim=-1, keepdim=True) / number
+    return centred / variance.sqrt().clamp(min=1e-12)
+
+
 def best_of_each_head(scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
     """The best tokens of each head of `scores` `[B, H, n]`: `budget` `[B, H or 1]`; -inf marks what is not there."""
     return (ranks(scores) < budget.unsqueeze(-1)) & (scores > -torch.inf)

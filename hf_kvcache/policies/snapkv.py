@@ -19,6 +19,8 @@ class SnapKV(Policy):
         observation_window: last queries that vote, at least 1.
     """
 
+    has_ratios = True
+
     def __init__(self, *, observation_window: int):
         self.observation_window = observation_window
 

@@ -15,6 +15,8 @@ from .observers import QueryWindow, attention_weights
 class Tova(Policy):
     """What the newest token looks at stays."""
 
+    has_ratios = True
+
     def new_observer(self) -> QueryWindow:
         return QueryWindow(1)
 

@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from .options import Option, Technique, at_least, number_at_least, numbers_of_heads, odd, one_of, optional_ratio, share
+from .options import (
+    Option,
+    Technique,
+    at_least,
+    is_bool,
+    number_at_least,
+    numbers_of_heads,
+    odd,
+    one_of,
+    optional_ratio,
+    share,
+)
 
 _BUDGET = (
     Option("budget", "int | None", None, "tokens that each head keeps", at_least(1, optional=True)),
@@ -24,10 +35,19 @@ _WHEN = (
     ),
     Option("interval", "int", 128, "tokens between evictions while decoding", at_least(1)),
 )
+_MERGE = (
+    Option(
+        "merge",
+        "float | None",
+        None,
+        "cosine of keys from which an evicted token counts in a kept one (0.8 measured well; None: never)",
+        optional_ratio,
+    ),
+)
 _GRANULARITY = (
     Option("granularity", "str", "head", "what keeps tokens of its own: 'head' or 'layer'", one_of("head", "layer")),
 )
-_SCORERS = ("snapkv", "expected_attention", "keydiff", "h2o", "tova", "lagkv", "knorm")
+_SCORERS = ("snapkv", "expected_attention", "keydiff", "leverage", "h2o", "tova", "lagkv", "knorm")
 
 
 def _scorers(value: Any) -> str | None:
@@ -36,12 +56,30 @@ def _scorers(value: Any) -> str | None:
 
 
 _WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", at_least(1)),)
-_EXPECTED_OPTIONS = (
-    Option("num_future_tokens", "int", 512, "positions at which queries are expected", at_least(1)),
-    Option("epsilon", "float", 0.01, "added to every score before the value's norm weighs it", number_at_least(0)),
+_AVERAGE_OPTIONS = (
+    Option("average", "bool", True, "a token's attention is a mean over the queries that could see it", is_bool),
 )
+
+
+def _expected_options(epsilon: float) -> tuple[Option, ...]:
+    help_ = "added to every score before the value's norm weighs it"
+    return (
+        Option("num_future_tokens", "int", 512, "positions at which queries are expected", at_least(1)),
+        Option("epsilon", "float", epsilon, help_, number_at_least(0)),
+    )
+
+
 _LAG_OPTIONS = (Option("lag_length", "int", 128, "tokens of each part", at_least(2)),)
-_ALL_SCORER_OPTIONS = (*_WINDOW_OPTIONS, *_EXPECTED_OPTIONS, *_LAG_OPTIONS)
+_EXPECTED_OPTIONS = _expected_options(0.003)
+_BLENDED = ("expected_attention", "keydiff", "leverage")
+_ALL_SCORER_OPTIONS = (
+    Option("scorers", "list", _BLENDED, "policies whose scores a blend adds up", _scorers),
+    *_WINDOW_OPTIONS,
+    # Beside policies that look for what is unlike the rest, expected attention need not.
+    *_expected_options(0.001),
+    *_LAG_OPTIONS,
+    *_AVERAGE_OPTIONS,
+)
 
 
 def _eviction(
@@ -51,39 +89,39 @@ def _eviction(
         Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", odd),
         Option("pooling", "str", "mean", "how scores of neighbours are joined", one_of("mean", "max")),
     )
-    common = (*_BUDGET, *pooling, *(_WHEN if when else ()), *(_GRANULARITY if granularity else ()))
+    common = (*_BUDGET, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
     return Technique(name, 9, "retention", summary, False, (*common, *options))
 
 
 POLICIES = (
     _eviction("streaming_llm", "sinks and the most recent tokens", granularity=False),
     _eviction("random", "any tokens: the control", Option("seed", "int", 0, "of the choice", at_least(0))),
-    _eviction("knorm", "keys of small norm"),
+    _eviction("knorm", "keys of small norm", kernel_size=5),
     _eviction("keydiff", "keys unlike the others", kernel_size=13),
-    _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS),
+    _eviction("leverage", "keys that the others cannot make up", kernel_size=9),
+    _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS, kernel_size=5),
     _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
-    _eviction("h2o", "what all queries attended to", kernel_size=13),
+    _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=13),
     _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
-    _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=13),
+    _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=9),
     _eviction(
         "blend",
         "what several policies agree on",
-        Option("scorers", "list", ("expected_attention", "keydiff"), "policies whose ranks are added", _scorers),
         *_ALL_SCORER_OPTIONS,
-        kernel_size=9,
+        kernel_size=13,
     ),
     _eviction(
         "pyramidkv",
         "more tokens in lower layers",
-        Option("scorer", "str", "snapkv", "policy that scores tokens", one_of(*_SCORERS)),
-        Option("beta", "float", 20.0, "the last layer keeps 1 / beta of the mean", number_at_least(1)),
+        Option("scorer", "str", "snapkv", "policy that scores tokens", one_of(*_SCORERS, "blend")),
+        Option("beta", "float", 2.0, "the last layer keeps 1 / beta of the mean", number_at_least(1)),
         *_ALL_SCORER_OPTIONS,
         kernel_size=13,
     ),
     _eviction(
         "adakv",
         "heads share a layer's budget",
-        Option("scorer", "str", "expected_attention", "policy that scores tokens", one_of(*_SCORERS)),
+        Option("scorer", "str", "blend", "policy that scores tokens", one_of(*_SCORERS, "blend")),
         Option("safeguard", "float", 0.2, "share of the mean budget that each head keeps", share),
         *_ALL_SCORER_OPTIONS,
         kernel_size=13,

@@ -9,11 +9,13 @@ import torch
 from hf_kvcache import make_cache
 from hf_kvcache.compression import _read_again, retrieval_scores
 from hf_kvcache.policies.base import Held, Queries
+from hf_kvcache.policies.blend import Blend
 from hf_kvcache.policies.expected_attention import ExpectedAttention
 from hf_kvcache.policies.h2o import H2O
 from hf_kvcache.policies.keydiff import KeyDiff
 from hf_kvcache.policies.knorm import KeyNorm
 from hf_kvcache.policies.lagkv import LagKV
+from hf_kvcache.policies.leverage import Leverage
 from hf_kvcache.policies.observers import attention_weights
 from hf_kvcache.policies.pyramidkv import PyramidKV
 from hf_kvcache.policies.random import Random
@@ -72,23 +74,33 @@ def test_weights_equal_causal_attention(queries, held):
             torch.testing.assert_close(weights[row, head, group], expected, atol=1e-6, rtol=1e-5)
 
 
+def test_weights_are_the_same_of_tokens_in_parts(queries, held):
+    parts = [
+        held._replace(**{name: getattr(held, name)[:, :, own] for name in ("keys", "values", "slots", "positions")})
+        for own in (slice(None, 11), slice(11, None))
+    ]
+    torch.testing.assert_close(attention_weights(queries, *parts), attention_weights(queries, held))
+
+
 def test_h2o_adds_up_all_attention_however_it_comes_in(queries, held):
-    policy, step = H2O(), H2O()
+    policy, step = H2O(average=False), H2O(average=False)
     whole, parts = policy.new_observer(), step.new_observer()
-    whole.see(queries, held.first_slot, lambda: held)
+    whole.see(queries, held.first_slot, lambda: [held])
     for begin, stop in ((0, 1), (1, 20), (20, LENGTH)):
         seen = held._replace(**{name: getattr(held, name)[:, :, :stop] for name in ("keys", "values", "slots")})
-        parts.see(Queries(queries.states[:, :, begin:stop], begin), seen.first_slot, lambda seen=seen: seen)
+        parts.see(Queries(queries.states[:, :, begin:stop], begin), seen.first_slot, lambda seen=seen: [seen])
     scores = policy.scores(held, whole)
     torch.testing.assert_close(step.scores(held, parts), scores)
     for row, head in each_head():
         expected = sum(weights_by_hand(queries, held, row, head, group).sum(0) for group in range(GROUPS))
         assert_scores(scores, expected, row, head)
+        average = H2O(average=True).scores(held, whole)
+        assert_scores(average, expected / torch.arange(LENGTH, 0, -1), row, head)
 
 
 def test_h2o_carries_its_sums_through_evictions_and_rollbacks(queries, held):
-    observer = H2O().new_observer()
-    observer.see(queries, held.first_slot, lambda: held)
+    observer = H2O(average=False).new_observer()
+    observer.see(queries, held.first_slot, lambda: [held])
     before = observer.aligned(held)
     new_slots = torch.tensor([3, 5, 36, -1]).expand(ROWS, HEADS, -1)
     observer.move(held.slots, new_slots, LENGTH)
@@ -103,7 +115,7 @@ def test_h2o_carries_its_sums_through_evictions_and_rollbacks(queries, held):
 def test_tova_is_the_last_query_averaged_over_all_heads(queries, held):
     policy = Tova()
     observer = policy.new_observer()
-    observer.see(queries, held.first_slot, lambda: held)
+    observer.see(queries, held.first_slot, lambda: [held])
     scores = policy.scores(held, observer)
     for row in range(ROWS):
         every = [weights_by_hand(queries, held, row, h, g)[-1] for h in range(HEADS) for g in range(GROUPS)]
@@ -116,7 +128,7 @@ def test_snapkv_is_the_mean_of_the_last_queries(queries, held, chunks):
     policy = SnapKV(observation_window=4)
     observer, begin = policy.new_observer(), 0
     for count in chunks:
-        observer.see(Queries(queries.states[:, :, begin : begin + count], begin), held.first_slot, lambda: held)
+        observer.see(Queries(queries.states[:, :, begin : begin + count], begin), held.first_slot, lambda: [held])
         begin += count
     assert observer.queries.states.untyped_storage().nbytes() == ROWS * HEADS * GROUPS * 4 * DIM * 4
     scores = policy.scores(held, observer)
@@ -165,25 +177,66 @@ def test_lagkv_ranks_within_parts(held):
         assert (scores[row, head, sinks + 3 * lag :] == 2.0).all()
 
 
-def test_expected_attention_is_the_expectation_over_queries_to_come(tiny_model):
-    """Against samples: the mean of softmax numerators over normal queries at all future positions is what is scored."""
+def test_leverage_is_of_the_unturned_keys_of_each_rows_own_tokens(tiny_model):
+    model = tiny_model("llama", head_dim=DIM)
+    rotary = find_rotary(model, model.model.layers[0].self_attn, "full_attention", refusal="")
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randn(ROWS, HEADS, LENGTH, DIM, generator=generator) + 1.5
+    keys = rotary.turn(raw, torch.arange(LENGTH).expand(ROWS, -1) - torch.tensor(FIRST)[:, None])
+    slots = torch.arange(LENGTH).expand(ROWS, HEADS, -1)
+    held = Held(keys, keys, slots, slots, torch.tensor(FIRST), LENGTH, DIM**-0.5)
+    scores = Leverage(rotary=rotary).scores(held, None)
+    for row, head in each_head():
+        real = raw[row, head, FIRST[row] :]
+        real = real - real.mean(0)
+        # The diagonal of the projection on the columns of the keys, by their singular vectors.
+        expected = torch.linalg.svd(real, full_matrices=False)[0].square().sum(1)
+        torch.testing.assert_close(scores[row, head, FIRST[row] :], expected, atol=5e-3, rtol=5e-3)
+
+
+def test_blend_adds_scores_in_standard_deviations(queries, held):
+    parts = [KeyDiff(), H2O(average=False)]
+    blend = Blend(parts, num_sink_tokens=3)
+    observer = blend.new_observer()
+    observer.see(queries, held.first_slot, lambda: [held])
+    scores = blend.scores(held, observer)
+    for row, head in each_head():
+        begin, total = FIRST[row], 0
+        for part, own in zip(parts, observer.members, strict=True):
+            own = part.scores(held, own)[row, head, begin:]
+            own = own.log() if isinstance(part, H2O) else own
+            total = total + (own - own[3:].mean()) / own[3:].std(correction=0)
+        torch.testing.assert_close(scores[row, head, begin:], total, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[200, 300], [200, 284, 16], [10] * 50], ids=["prompt", "both", "steps"])
+def test_expected_attention_is_the_expectation_over_queries_to_come(chunks, tiny_model):
+    """Against the formula, with moments of the queries before they were turned."""
     model = tiny_model("llama", head_dim=DIM)
     attention = model.model.layers[0].self_attn
     rotary = find_rotary(model, attention, "full_attention", refusal="")
-    policy = ExpectedAttention(rotary=rotary, num_future_tokens=4, num_sink_tokens=2, epsilon=0.0)
+    policy = ExpectedAttention(rotary=rotary, num_future_tokens=4, num_sink_tokens=2, epsilon=0.25)
     generator = torch.Generator().manual_seed(0)
-    raw = torch.randn(1, 4, 500, DIM, generator=generator) * 0.3 + 0.5
+    mixed = torch.randn(DIM, DIM, generator=generator) * 0.3  # channels that depend on each other
+    raw = torch.randn(1, 4, 500, DIM, generator=generator) @ mixed + 0.5
     keys, values = (torch.randn(1, 2, 20, DIM, generator=generator) for _ in range(2))
     slots = torch.arange(20).expand(1, 2, -1)
     held = Held(keys, values, slots, slots, torch.tensor([0]), 500, DIM**-0.5)
     observer = policy.new_observer()
     turned = rotary.turn(raw, torch.arange(500)[None])
-    observer.see(Queries(turned[:, :, :200], 0), held.first_slot, lambda: held)
-    observer.see(Queries(turned[:, :, 200:], 200), held.first_slot, lambda: held)
-    mean, covariance = observer.moments()
-    torch.testing.assert_close(mean, raw[:, :, 2:].mean(2), atol=1e-4, rtol=1e-3)
-    expected = torch.stack([raw[0, h, 2:].T.cov(correction=0) for h in range(4)])
-    torch.testing.assert_close(covariance[0], expected, atol=1e-4, rtol=1e-3)
+    begin = 0
+    for count in chunks:
+        observer.see(Queries(turned[:, :, begin : begin + count], begin), held.first_slot, lambda: [held])
+        begin += count
+    mean, spread = observer.moments()
+    torch.testing.assert_close(mean, raw[:, :, 2:].mean(2, keepdim=True), atol=1e-4, rtol=1e-3)
+    sigmas = torch.stack([raw[0, h, 2:].T.cov(correction=0) for h in range(4)])
+    if min(chunks) <= DIM:
+        sigmas = torch.diag_embed(sigmas.diagonal(dim1=1, dim2=2))
+        spread = torch.diag_embed(spread.squeeze(2))
+        # What is remembered: a count, and a mean and a variance a channel.
+        assert sum(tensor.numel() for tensor in observer.state().tensors.values()) == 1 + 2 * 4 * DIM
+    torch.testing.assert_close(spread[0], sigmas, atol=1e-4, rtol=1e-3)
     # The formula, with the mean rotation of the four positions to come, written out for each head.
     turn = torch.stack([rotary.turn(torch.eye(DIM)[None, None], torch.full((1, DIM), 500 + f))[0, 0] for f in range(4)])
     turn = turn.mean(0)
@@ -191,12 +244,13 @@ def test_expected_attention_is_the_expectation_over_queries_to_come(tiny_model):
     for head in range(2):
         total = 0
         for query_head in (2 * head, 2 * head + 1):
-            mu = mean[0, query_head] @ turn
-            sigma = turn.T @ covariance[0, query_head] @ turn
+            mu = raw[0, query_head, 2:].mean(0) @ turn
+            sigma = turn.T @ sigmas[query_head] @ turn
             logits = keys[0, head] @ mu / math.sqrt(DIM)
             logits = logits + torch.einsum("nd,de,ne->n", keys[0, head], sigma, keys[0, head]) / (2 * DIM)
             total = total + logits.softmax(-1) / 2
-        torch.testing.assert_close(scores[0, head], total * values[0, head].norm(dim=-1), atol=1e-4, rtol=1e-3)
+        expected = (total + 0.25) * values[0, head].norm(dim=-1)
+        torch.testing.assert_close(scores[0, head], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_smoothing_is_a_mean_over_held_neighbours():
