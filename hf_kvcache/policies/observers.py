@@ -84,8 +84,8 @@ class QueryWindow(Observer):
 class QueryMoments(Observer):
     """Mean and covariance of the queries before rotary embedding, without those of the sinks.
 
-    When no more queries than channels come in at a time, as while decoding, only the variance of each channel is
-    remembered from then on: a covariance would take `D / 2` tokens' keys and values for every query head.
+    Where the first queries are no more than channels, as after an eviction while decoding, only the variance of each
+    channel is remembered: a covariance would take `D / 2` tokens' keys and values for every query head.
 
     Args:
         rotary: of the layer.
@@ -105,11 +105,8 @@ class QueryMoments(Observer):
         weight = (positions >= self.num_sink_tokens).float()[:, None, :, None]
         flat = flat * weight
         count, total = weight.sum(dim=2, keepdim=True), flat.sum(dim=2, keepdim=True)
-        if states.shape[2] <= states.shape[3] or self._is_diagonal:
+        if self._is_diagonal or (self._sums is None and states.shape[2] <= states.shape[3]):
             squares = flat.square().sum(dim=2, keepdim=True)
-            if self._sums is not None and not self._is_diagonal:
-                diagonal = self._sums[2].diagonal(dim1=-2, dim2=-1).unsqueeze(2).clone()
-                self._sums = (*self._sums[:2], diagonal)
         else:
             squares = flat.transpose(-1, -2) @ flat
         added = (count, total, squares)
