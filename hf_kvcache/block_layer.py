@@ -71,9 +71,6 @@ class BlockLayer(KVLayer):
             return decode.attend(query, [decode.dense_segment((keys, values))], scaling=scaling, mask=mask), None
         return attend_packed(query, keys, values, mask, scaling), None
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def crop(self, tokens_to_remove: int) -> None:
         count = check_crop(self, tokens_to_remove)
         if count:

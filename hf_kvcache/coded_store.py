@@ -120,24 +120,9 @@ class CodedStore(AttendingLayer):
 
     # --- contract
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The keys as attention sees them, decoded: a copy, for looking at."""
-        return self._whole(0)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._whole(1)
-
-    def _whole(self, index: int) -> torch.Tensor | None:
-        if self.table is None:
-            return None
-        return torch.cat(
-            [self._decode(self.coded.start, self.coded.stop)[index], self.table.materialize()[index]], dim=2
-        )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+    def _states(self) -> list[torch.Tensor]:
+        coded = self._decode(self.coded.start, self.coded.stop)
+        return [torch.cat(pair, dim=2) for pair in zip(coded, self.table.materialize(), strict=True)]
 
     def crop(self, tokens_to_remove: int) -> None:
         count = check_crop(self, tokens_to_remove)

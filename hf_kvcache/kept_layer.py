@@ -182,17 +182,8 @@ class KeptLayer(AttendingLayer):
 
     # --- contract
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """Keys of the tokens held, `[B, Hkv, n, D]`: a copy, for looking at; shorter heads are filled up."""
-        return None if self.table is None else self.held().keys
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return None if self.table is None else self.held().values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
+    def _states(self) -> Sequence[torch.Tensor]:
+        return self.held()[:2]
 
     def can_crop(self, count: int) -> bool:
         held = 0 if self.table is None else self.table.length

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,12 +100,16 @@ class KVLayer(LayerSizes, CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The stored keys `[B, Hkv, stored_length, D]`: a view when they lie in one run, else a copy."""
-        return None if self.table is None else self.table.materialize()[0]
+        """The keys held, `[B, Hkv, n, D]`, for looking at: decoded if encoded, filled up where heads differ."""
+        return None if self.table is None else self._states()[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        return None if self.table is None else self.table.materialize()[-1]
+        return None if self.table is None else self._states()[-1]
+
+    def _states(self) -> Sequence[torch.Tensor]:
+        """Keys and values held: views where they lie in one run, else copies."""
+        return self.table.materialize()
 
     def comparable_keys(self) -> tuple[int, torch.Tensor]:
         """A slot, and the keys `[B, Hkv, n, D]` from it on that are stored exactly: what tells two texts apart."""
@@ -112,6 +117,10 @@ class KVLayer(LayerSizes, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Masks have a column for each token ever seen, of which a layer takes its own.
+        return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
         return -1

@@ -96,9 +96,6 @@ class ReadingLayer(AttendingLayer):
 
     # --- contract
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def crop(self, tokens_to_remove: int) -> None:
         count = check_crop(self, tokens_to_remove)
         if self.table is None:

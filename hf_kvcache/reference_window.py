@@ -87,18 +87,8 @@ class ReferenceWindowLayer(KVLayer):
     def stored_length(self) -> int:
         return super().stored_length + self.prompt.stop
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._whole(0)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._whole(1)
-
-    def _whole(self, index: int) -> torch.Tensor | None:
-        if not self.prompt.stop:
-            return None
-        return torch.cat([self.prompt.read()[index], self.table.materialize()[index]], dim=2)
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.cat(pair, dim=2) for pair in zip(self.prompt.read(), self.table.materialize(), strict=True)]
 
     @property
     def tables(self) -> list:

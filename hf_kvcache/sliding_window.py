@@ -156,9 +156,6 @@ class SinkWindowLayer(AttendingLayer):
 
     # --- contract
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def can_crop(self, count: int) -> bool:
         left = self.seen - count
         held = 0 if self.table is None else self.table.length

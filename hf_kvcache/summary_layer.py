@@ -133,19 +133,9 @@ class SummaryLayer(ReadingLayer):
 
     # --- contract
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """The keys of all entries and newer tokens, `[B, H, n, D]`: a copy, for looking at."""
-        return self._whole(0)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._whole(1)
-
-    def _whole(self, index: int) -> torch.Tensor | None:
-        if self.table is None:
-            return None
-        return torch.cat([self.entries.materialize()[index], self.table.materialize()[index]], dim=2)
+    def _states(self) -> list[torch.Tensor]:
+        parts = zip(self.entries.materialize()[:2], self.table.materialize(), strict=True)
+        return [torch.cat(pair, dim=2) for pair in parts]
 
     def can_crop(self, count: int) -> bool:
         return count <= (0 if self.table is None else self.table.length)
