@@ -8,30 +8,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import compat
-from .attending_layer import check_takes_over
-from .block_layer import BlockLayer
 from .cache import KVCache
-from .compressed_layer import CompressedLayer
-from .compression import retrieval_scores
-from .encoding import Encoding
-from .evicting_layer import EvictingLayer
-from .eviction_plan import EvictionPlan
-from .fitted_layer import FittedLayer
-from .layer import LayerContext
+from .compressed.compressed_layer import CompressedLayer
+from .compressed.fitted_layer import FittedLayer
+from .compressed.summary_layer import SummaryLayer
+from .eviction.compression import retrieval_scores
+from .eviction.evicting_layer import EvictingLayer
+from .eviction.eviction_plan import EvictionPlan
+from .layers.attending_layer import check_takes_over
+from .layers.block_layer import BlockLayer
+from .layers.layer import LayerContext
+from .layers.sliding_layer import SlidingBlockLayer
+from .layers.sliding_window import SinkWindowLayer
+from .layers.states import HybridLayer, StateLayer
 from .model_layers import attention_modules, passes_straight_through, reshapes_keys
-from .native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
+from .native.native_layers import ENCODABLE, NATIVE, build_native, check_native_allows
 from .policies import build_policy
 from .policies.attention_matching import AttentionMatching
+from .quantization.encoding import Encoding
 from .readers import ReadBudget, build_reader
-from .reading_layer import ReadingLayer
 from .registry import Recipe, resolve
 from .rotary import Rotary, find_rotary
-from .sliding_layer import SlidingBlockLayer
-from .sliding_window import SinkWindowLayer
-from .sparse_coded_layer import SparseCodedLayer
-from .sparse_layer import SparseReadLayer
-from .states import HybridLayer, StateLayer
-from .summary_layer import SummaryLayer
+from .sparse.reading_layer import ReadingLayer
+from .sparse.sparse_coded_layer import SparseCodedLayer
+from .sparse.sparse_layer import SparseReadLayer
 
 _FULL = ("full_attention", "hybrid")
 _SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")

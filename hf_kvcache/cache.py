@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from . import compat
-from .compression import evict_together, evicting_layers, reconstruct_and_evict
-from .indexed_layer import IndexedLayer
-from .layer import KVLayer
+from .eviction.compression import evict_together, evicting_layers, reconstruct_and_evict
+from .layers.layer import KVLayer
+from .layers.states import StateLayer
+from .native.indexed_layer import IndexedLayer
 from .registry import Recipe
 from .report import MemoryReport, build_report
 from .saving import save_cache
-from .states import StateLayer
 
 
 class KVCache(Cache):

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from . import compat
 from .build import make_cache
 from .cache import KVCache
-from .layer import KVLayer
+from .layers.layer import KVLayer
 
 # Rounding differs a little between batch shapes, by about 1% in bfloat16; another token differs by far more.
 TOLERANCE = 0.05

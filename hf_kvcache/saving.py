@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from .layer import KVLayer
-from .layer_state import LayerState
+from .layers.layer import KVLayer
+from .layers.layer_state import LayerState
+from .layers.states import StateLayer
 from .model_identity import check_identity, model_identity
-from .states import StateLayer
 from .tensor_file import TensorFile, TensorSpec, write_tensors
 
 if TYPE_CHECKING:

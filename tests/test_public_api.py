@@ -5,7 +5,7 @@ from types import ModuleType
 import transformers
 
 import hf_kvcache
-from hf_kvcache import block_layer, sliding_layer, sliding_window, states
+from hf_kvcache.layers import block_layer, sliding_layer, sliding_window, states
 
 
 def test_all_is_the_surface():

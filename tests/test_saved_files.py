@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, load_cache, make_cache, saving, tensor_file
-from hf_kvcache.block_layer import BlockLayer
-from hf_kvcache.states import StateLayer
+from hf_kvcache.layers.block_layer import BlockLayer
+from hf_kvcache.layers.states import StateLayer
 from hf_kvcache.tensor_file import TensorFile, TensorSpec, write_tensors
 
 pytestmark = pytest.mark.core

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..build import make_cache
-from ..layer import KVLayer
+from ..layers.layer import KVLayer
 from ..model_layers import attention_modules
 from .labels import cache_label, model_label
 

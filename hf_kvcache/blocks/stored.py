@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..layer_state import LayerState
+from ..layers.layer_state import LayerState
 from .table import BlockTable
 
 

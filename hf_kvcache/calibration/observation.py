@@ -11,15 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..attending_layer import AttendingLayer
-from ..block_layer import BlockLayer
 from ..build import make_cache
 from ..cache import KVCache
 from ..codecs.statistics import LayerStatistics
-from ..layer import LayerContext
+from ..layers.attending_layer import AttendingLayer
+from ..layers.block_layer import BlockLayer
+from ..layers.layer import LayerContext
+from ..layers.states import HybridLayer
 from ..model_layers import attention_modules
 from ..rotary import Rotary, find_rotary
-from ..states import HybridLayer
 from .calibration import Calibration
 from .observed_layer import NUM_SKIPPED, ObservedLayer
 from .probed_layer import ProbedLayer, backward

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..attending_layer import AttendingLayer
 from ..codecs.statistics import LayerStatistics
-from ..layer import LayerContext
+from ..layers.attending_layer import AttendingLayer
+from ..layers.layer import LayerContext
 from ..rotary import Rotary
 
 # First tokens that are left out: attention sinks, whose keys are like no others and are kept exactly.

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..attending_layer import AttendingLayer
 from ..cache import KVCache
 from ..codecs.statistics import LayerStatistics
-from ..layer import LayerContext
+from ..layers.attending_layer import AttendingLayer
+from ..layers.layer import LayerContext
 from ..rotary import Rotary
 
 # Root mean square of the noise of a coefficient, and with usual scaling of a score: that of about 3 to 4 bits.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer_state import LayerState
+from ..layers.layer_state import LayerState
 from .selection import best_of_each_head
 
 

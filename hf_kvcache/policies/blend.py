@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..layer_state import LayerState
+from ..layers.layer_state import LayerState
 from .base import Held, Observer, Policy, Queries
 from .selection import standardize
 

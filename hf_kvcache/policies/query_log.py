@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..layer_state import LayerState
+from ..layers.layer_state import LayerState
 from .base import Held, Observer, Queries
 
 # Single steps whose queries wait: each takes the memory of one or two tokens, and each look takes a step's time.

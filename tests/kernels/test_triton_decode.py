@@ -6,12 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hf_kvcache import coded_layer, make_cache
+from hf_kvcache import make_cache
 from hf_kvcache.codecs import build_codecs
 from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.packing import unpack
 from hf_kvcache.codecs.rotated import codebook, rotation
 from hf_kvcache.kernels import decode
+from hf_kvcache.quantization import coded_layer
 
 pytestmark = pytest.mark.core
 

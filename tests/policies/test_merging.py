@@ -11,8 +11,8 @@ from transformers.masking_utils import sdpa_mask
 import hf_kvcache
 from hf_kvcache import CACHE_ARG, make_cache
 from hf_kvcache.blocks import BlockPool
-from hf_kvcache.compression import evicting_layers
-from hf_kvcache.kept import Kept
+from hf_kvcache.eviction.compression import evicting_layers
+from hf_kvcache.eviction.kept import Kept
 from hf_kvcache.policies.base import Held, Queries
 from hf_kvcache.policies.merging import merge_evicted
 from hf_kvcache.policies.reconstruction import Reconstruction
@@ -156,7 +156,7 @@ def test_the_decode_kernel_adds_the_mass(batch, tiny_model, run, kernel, monkeyp
     model, (ids, mask) = tiny_model("llama"), batch
     outputs = []
     for least in (0, 10**9):
-        monkeypatch.setattr("hf_kvcache.kept_kernel.MIN_LENGTH", least)
+        monkeypatch.setattr("hf_kvcache.eviction.kept_kernel.MIN_LENGTH", least)
         cache = fill_and_compress(model, run, "adakv", ids, mask, block_size=16)
         outputs.append(run(model, cache, ids[:, LENGTH:], mask, chunks=[1] * NEW))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=0.0)
@@ -182,7 +182,7 @@ def test_rows_files_and_later_evictions_keep_the_mass(name, batch, tiny_model, r
 
 
 def test_tokens_that_are_encoded_later_keep_their_mass(batch, tiny_model, run, monkeypatch):
-    monkeypatch.setattr("hf_kvcache.kept_layer._SETTLES_AT_A_TIME", 16)
+    monkeypatch.setattr("hf_kvcache.eviction.kept_layer._SETTLES_AT_A_TIME", 16)
     model, (ids, mask) = tiny_model("llama"), batch
     cache = fill_and_compress(model, run, "keydiff+int8", ids, mask, q_group_size=16, residual_length=20)
     before = [layer.held().mass.where(layer.held().is_held, 0.0).sum(-1) for layer in cache.layers]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_kvcache import make_cache
-from hf_kvcache.compression import _read_again, retrieval_scores
+from hf_kvcache.eviction.compression import _read_again, retrieval_scores
 from hf_kvcache.policies.base import Held, Queries
 from hf_kvcache.policies.blend import Blend
 from hf_kvcache.policies.expected_attention import ExpectedAttention

@@ -1,0 +1,1 @@
+"""What every layer of a cache is, and the exact ones."""

@@ -1,0 +1,1 @@
+"""Layers of models that choose, compress or window their past by themselves."""

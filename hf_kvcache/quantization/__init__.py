@@ -1,0 +1,1 @@
+"""KV quantization (technique 8): layers whose old tokens are encoded."""

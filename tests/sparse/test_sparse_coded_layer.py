@@ -1,0 +1,272 @@
+"""Sparse reads of encoded tokens: a step equals dense attention to the decoded cache without what was not chosen."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_kvcache
+from hf_kvcache import load_cache, make_cache
+from hf_kvcache.kernels import decode
+from hf_kvcache.quantization.coded_layer import CodedLayer
+from hf_kvcache.sparse.sparse_coded_layer import SparseCodedLayer
+
+pytestmark = pytest.mark.core
+
+NAMES = ("quest+int4", "index+int4", "page_mean+fp8", "index+fp8", "quest+turboquant", "index+turboquant", "index+int2")
+BLOCKWISE = ("quest+nf4", "index+fp4", "page_mean+bnb8")
+SMALL = {"keep_ratio": 0.3, "num_sink_tokens": 3, "num_recent_tokens": 5, "residual_length": 7}
+AMOUNTS = ({"block_size": 8}, {"keep_ratio": None, "budget": 260}, {"keep_ratio": None, "top_p": 0.4}, {"group": "max"})
+PROMPT = 333
+
+
+class Oracle:
+    """Compares each sparse step of a cache with one written down here, from what its layers hold decoded."""
+
+    def __init__(self, monkeypatch):
+        self.steps = self.in_kernel = 0
+        self.shares = []  # of the encoded tokens that were read
+        attend, in_kernel = SparseCodedLayer._attend, SparseCodedLayer._attend_chosen
+
+        def checked(layer, base, module, query, tail, mask, args, kwargs):
+            output, weights = attend(layer, base, module, query, tail, mask, args, kwargs)
+            if query.shape[2] == 1:
+                wanted = self._attend(layer, query, tail, mask, kwargs["scaling"])
+                real = mask is None or mask[:, 0, 0, -1]
+                torch.testing.assert_close(output[real], wanted[real], atol=1e-4, rtol=1e-4)
+                self.steps += 1
+            return output, weights
+
+        def counted(*args):
+            self.in_kernel += 1
+            return in_kernel(*args)
+
+        monkeypatch.setattr(SparseCodedLayer, "_attend", checked)
+        monkeypatch.setattr(SparseCodedLayer, "_attend_chosen", counted)
+
+    def _attend(self, layer, query, tail, mask, scaling):
+        coded, first = layer._decode(0, layer.coded.stop), layer.sinks.first_slot
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(coded, tail, strict=True))
+        slots = torch.arange(keys.shape[2])
+        is_sink = (slots >= first[:, None]) & (slots < first[:, None] + layer.num_sink_tokens)
+        for row, slot in enumerate(first.tolist()):  # they are exact
+            count = min(layer.num_sink_tokens, keys.shape[2] - slot)
+            for states, sinks in zip((keys, values), layer.sinks.states, strict=True):
+                states[row, :, slot : slot + count] = sinks[row, :, :count]
+        rows, heads = keys.shape[:2]
+        packed = query.view(rows, heads, -1, query.shape[3])
+        scores = packed @ keys.transpose(2, 3) * scaling
+        visible = torch.ones(rows, 1, 1, keys.shape[2], dtype=torch.bool) if mask is None else mask
+        scores = scores.masked_fill(~visible, -torch.inf)
+        is_read = self._choose(layer, packed * scaling, scores, visible[:, 0, 0], is_sink)
+        return (scores.masked_fill(~is_read, -torch.inf).softmax(-1) @ values).reshape(rows, 1, -1, values.shape[3])
+
+    def _choose(self, layer, packed, scores, visible, is_sink):
+        """Which tokens each head reads, `[B, H, 1, T]`: a row, a head and a unit at a time."""
+        length, unit, budget = layer.coded_length, layer.reader.unit, layer.budget
+        estimates = scores[..., :length]
+        if layer.summaries is not None:
+            pages = [
+                p.unflatten(3, (layer.group_length // unit, -1)).flatten(2, 3) for p in layer.summaries.materialize()
+            ]
+            estimates = layer.reader.scores(packed, pages, [])
+        is_read = torch.zeros(*scores.shape[:2], 1, scores.shape[3], dtype=torch.bool)
+        is_read[..., length:] = True
+        is_read |= is_sink[:, None, None]
+        is_exact = is_read[:, 0, 0].clone()
+        for row in range(scores.shape[0]):
+            can = visible[row, :length].unflatten(0, (-1, unit)).any(1) & ~is_sink[row, :length].unflatten(
+                0, (-1, unit)
+            ).all(1)
+            for head in range(scores.shape[1]):
+                exact = scores[row, head][:, is_exact[row]].logsumexp(-1, keepdim=True)
+                own = estimates[row, head].masked_fill(~can, -torch.inf)
+                share = torch.cat([own, exact], dim=1).softmax(1)
+                share = share.mean(0) if budget.group == "mean" else share.amax(0)
+                order = share[:-1].argsort(descending=True)
+                if budget.top_p is not None:
+                    reached, chosen = float(share[-1]), []
+                    for i in order.tolist():
+                        if can[i] and reached < budget.top_p * float(share.sum()):
+                            chosen.append(i)
+                            reached += float(share[i])
+                else:
+                    recent = scores.shape[3] - length
+                    if budget.budget is None:
+                        count = round(budget.keep_ratio * length / unit)
+                    else:
+                        count = min(length, budget.budget - budget.num_sink_tokens - recent) // unit
+                    chosen = [i for i in order.tolist() if can[i]][: max(1, count)]
+                for i in chosen:
+                    is_read[row, head, 0, i * unit : (i + 1) * unit] = True
+        self.shares.append(float(is_read[..., :length].float().mean()))
+        return is_read
+
+
+@pytest.fixture
+def oracle(monkeypatch):
+    return Oracle(monkeypatch)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch):
+    monkeypatch.setattr(decode, "can_serve", lambda *args: False)
+
+
+def options(name: str, **more) -> dict:
+    sizes = {"q_group_size": 32} if "int" in name else {}
+    return SMALL | sizes | more
+
+
+def model_of(tiny_model):
+    """Random weights, with queries so large that attention is of few tokens: no two masses are nearly equal."""
+    model = tiny_model("llama", head_dim=32, max_position_embeddings=1024)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data *= 60
+    return model
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", [*NAMES, *BLOCKWISE])
+def test_a_step_equals_dense_attention_without_the_unchosen(
+    name, is_padded, has_kernel, oracle, tiny_model, make_ids, left_pad, run, request
+):
+    if name in BLOCKWISE:
+        pytest.importorskip("bitsandbytes")
+    if not has_kernel:
+        request.getfixturevalue("no_kernel")
+    model = model_of(tiny_model)
+    ids, mask = left_pad(make_ids(3, PROMPT + 5), [PROMPT + 5, 200, 131] if is_padded else [10**6] * 3)
+    for amount in AMOUNTS:
+        cache = make_cache(model, name, **options(name, **amount))
+        run(model, cache, ids, mask if is_padded else None, chunks=[PROMPT, *[1] * 5])
+    assert oracle.steps == 4 * 10
+    assert oracle.in_kernel == (oracle.steps if has_kernel and name != "page_mean+bnb8" else 0)
+    assert 0.03 < sum(oracle.shares) / len(oracle.shares) < 0.6
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("name", ["quest+int4", "index+turboquant", "page_mean+fp8"])
+def test_beams_forks_and_tokens_taken_back(name, has_kernel, oracle, tiny_model, make_ids, left_pad, run, request):
+    if not has_kernel:
+        request.getfixturevalue("no_kernel")
+    model = model_of(tiny_model)
+    ids, mask = left_pad(make_ids(3, 700), [700, 500, 420])
+    cache = make_cache(model, name, **options(name))
+    run(model, cache, ids[:, :PROMPT], mask[:, :PROMPT])
+
+    def steps(of, count):
+        past = of.get_seq_length()
+        run(model, of, ids[:, past : past + count], mask[:, : past + count], chunks=[1] * count)
+
+    steps(cache, 6)
+    order = torch.tensor([2, 0, 0])
+    ids, mask = ids[order], mask[order]
+    cache.reorder_cache(order)
+    steps(cache, 40)
+    forked, copied = cache.fork(), copy.deepcopy(cache)
+    steps(forked, 3)
+    for count in (5, 150):  # in the tail, and into a group
+        cache.crop(-count)
+        steps(cache, 4)
+    run(model, cache, ids[:, cache.get_seq_length() :][:, :90], mask[:, : cache.get_seq_length() + 90])
+    steps(cache, 4)
+    steps(copied, 2)
+    cache.reset()
+    assert hf_kvcache.measure(cache) == 0
+    assert oracle.steps == 2 * (6 + 40 + 3 + 8 + 4 + 2)
+
+
+@pytest.mark.parametrize("name", ["quest+int4", "index+int4", "page_mean+turboquant"])
+def test_a_budget_for_everything_is_the_quantized_cache(name, tiny_model, make_ids, run):
+    model, ids = model_of(tiny_model), make_ids(2, PROMPT + 8)
+    shared = {"num_sink_tokens": 3, "residual_length": 7} | ({"q_group_size": 32} if "int4" in name else {})
+    plain = make_cache(model, name.split("+")[1], **shared)
+    expected = run(model, plain, ids, chunks=[PROMPT, *[1] * 8])
+    for amount in ({"budget": 10**6}, {"keep_ratio": 1.0}, {"top_p": 1.0}):
+        cache = make_cache(model, name, **shared, num_recent_tokens=5, **amount)
+        assert torch.equal(run(model, cache, ids, chunks=[PROMPT, *[1] * 8]), expected)
+        assert all(layer.stored_length == plain.layers[0].stored_length for layer in cache.layers)
+
+
+@pytest.mark.parametrize("name", ["quest+int4", "index+fp8", "page_mean+turboquant"])
+def test_a_saved_cache_goes_on_with_the_same_bits(name, tiny_model, make_ids, run, tmp_path):
+    model, ids = model_of(tiny_model), make_ids(2, PROMPT + 20)
+    cache = make_cache(model, name, **options(name))
+    run(model, cache, ids[:, : PROMPT + 5], chunks=[PROMPT, *[1] * 5])
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = load_cache(model, tmp_path / "cache.safetensors")
+    for of in (cache, loaded):
+        of.crop(-2)
+    rest = ids[:, PROMPT + 3 :]
+    expected = run(model, cache, rest, chunks=[1] * 17)
+    assert torch.equal(run(model, loaded, rest, chunks=[1] * 17), expected)
+
+
+@pytest.mark.parametrize("name", ["quest+int4", "index+int4"])
+@pytest.mark.parametrize(("model", "attention"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "eager")])
+def test_the_softmax_stays_the_models_own(name, model, attention, tiny_model, make_ids, left_pad, run):
+    """With everything chosen but no shortcut taken, as the quantized cache decodes for the model's own attention."""
+    model = tiny_model(model, max_position_embeddings=1024)
+    model.set_attn_implementation(attention)
+    ids, mask = left_pad(make_ids(2, 150), [150, 90])
+    shared = {"num_sink_tokens": 3, "residual_length": 7, "q_group_size": 16}
+    expected = run(model, make_cache(model, name.split("+")[1], **shared), ids, mask, chunks=[145, *[1] * 5])
+    cache = make_cache(model, name, **shared, num_recent_tokens=5, top_p=0.99999999)
+    assert isinstance(cache.layers[-1], SparseCodedLayer)
+    got = run(model, cache, ids, mask, chunks=[145, *[1] * 5])
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["quest+int4", "index+int4"])
+def test_generate_by_name(name, tiny_model, make_ids, oracle):
+    model, ids = model_of(tiny_model), make_ids(2, 300)
+    hf_kvcache.enable()
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": name, "cache_config": options(name)}
+    assert model.generate(ids, **settings).shape == (2, 308)
+    assert oracle.steps == 2 * 7
+    assert model.generate(ids[:1], **settings, num_beams=3).shape == (1, 308)
+    assert oracle.steps > 2 * 13
+
+
+def test_the_report_counts_what_a_step_reads(tiny_model, make_ids, run):
+    model, ids = model_of(tiny_model), make_ids(2, 200)
+    exact = {"num_sink_tokens": 3, "num_recent_tokens": 5, "residual_length": 7}
+    read, heads = {}, 2
+    for name in ("page_mean+fp8", "index+fp8"):
+        cache = make_cache(model, name, keep_ratio=0.5, **exact)
+        run(model, cache, ids, chunks=[199, 1])
+        layer = cache.layers[0]
+        assert layer.coded_length == 192
+        read[name] = layer.read_bytes
+        tail = 2 * heads * (200 - 192) * 32 * 4 * 2  # rows, heads, tokens, float32 keys and values of 32
+        tail += layer.sinks.nbytes
+        token = heads * (32 + 2)  # a key or a value, and its scale
+        if name == "page_mean+fp8":
+            wanted = 2 * (6 * 16 * 2 * token + 12 * heads * 32 * 2)  # half of 12 pages, and a float16 mean of each
+        else:
+            wanted = 2 * (192 * token + 96 * token)  # all keys, half of the values
+        assert read[name] == wanted + tail
+    assert cache.report().read_ratio < 1
+
+
+@pytest.mark.parametrize(
+    "name", ["sparq+int4", "topk+int8", "double_sparsity+fp8", "compressed+int4", "quest+transform"]
+)
+def test_what_does_not_compose_is_refused_by_name(name, tiny_model):
+    first, second = name.split("+")
+    with pytest.raises(ValueError, match=f"'{first}' and '{second}' do not compose"):
+        make_cache(tiny_model("llama"), name)
+
+
+def test_pages_must_fit_groups_and_the_tail_recent_tokens(tiny_model):
+    model = model_of(tiny_model)
+    with pytest.raises(ValueError, match="quest reads pages of block_size=24 tokens, and this codec encodes groups"):
+        make_cache(model, "quest+fp8", block_size=24)
+    with pytest.raises(ValueError, match="num_recent_tokens=32, and residual_length=8 of them are exact"):
+        make_cache(model, "index+fp8", residual_length=8)
+    with pytest.raises(ValueError, match="'int4' encodes each head in a way of its own here, and 'quest'"):
+        make_cache(model, "quest+int4", q_group_size=32, bits=[[[2, 4], 4], 4])
+    layers = make_cache(model, "quest+int4", q_group_size=32, dense_layers=1).layers
+    assert [type(layer) for layer in layers] == [CodedLayer, SparseCodedLayer]
