@@ -18,8 +18,6 @@ struct Scratch {
   explicit Scratch(const Call& call);
 };
 
-inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
 inline int64_t split_length(const Segment& segment) {
   const int64_t tokens = segment.key.form == kIndex ? kIndexSplit : kSplit;
   return segment.ids ? std::max<int64_t>(1, tokens / segment.unit) * segment.unit : tokens;
