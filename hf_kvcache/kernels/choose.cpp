@@ -160,7 +160,9 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
   const int64_t pairs = call.rows * call.heads, splits = num_splits(units);
   const Shares shares(call.queries, choice.num_units, split_length(units));
   const int64_t size = Chooser::size(choice, shares);
-  const std::unique_ptr<float[]> memory(new float[pairs * size]);
+  // One thread is done with a pair before it begins the next, and finds the same memory in its cache.
+  const int64_t apart = call.num_threads > 1 ? size : 0;
+  const std::unique_ptr<float[]> memory(new float[(pairs - 1) * apart + size]);
   std::vector<std::atomic<int64_t>> done(pairs);
   std::vector<int64_t> taken(pairs);
 
@@ -170,7 +172,7 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
 #pragma omp for schedule(dynamic) nowait
     for (int64_t item = 0; item < pairs * splits; ++item) {
       const int64_t pair = item / splits;
-      const Shares own = shares.at(memory.get() + pair * size);
+      const Shares own = shares.at(memory.get() + pair * apart);
       chooser.score(pair, item % splits, own);
       if (done[pair].fetch_add(1) + 1 == splits) taken[pair] = chooser.choose(pair, own);
     }
