@@ -123,7 +123,8 @@ class Chooser {
     for (int64_t k = 0; k < found && taken < room; ++k) {
       const int32_t i = places[k], bits = as_bits(masses[i]);
       places[taken] = i;
-      taken += bits > threshold.least || (bits == threshold.least && threshold.ties-- > 0);
+      // Only that they are equal is foreseen: seldom.
+      taken += bits == threshold.least ? threshold.ties-- > 0 : bits > threshold.least;
     }
     write(pair, shares, taken);
     return taken;
