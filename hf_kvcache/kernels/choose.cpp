@@ -7,80 +7,76 @@
 #include "estimates.h"
 #include "queries.h"
 #include "select.h"
+#include "shares.h"
 #include "split.h"
 
 namespace {
 
+// A thread's work at a choice.
 class Chooser {
  public:
-  Chooser(const Choice& choice, int64_t pair, float* scores, Scratch& scratch, Queries& queries)
-      : choice(choice), call(*choice.attention), pair(pair), b(pair / call.heads), h(pair % call.heads),
-        stride(round_up(choice.num_units, kLanes)), scores(scores), powers(choice.scores ? scores + call.queries * stride : scores),
-        masses(powers + call.queries * stride),
-        scratch(scratch), queries(queries), exact(call.queries, kNone) {}
+  Chooser(const Choice& choice, const Estimates& estimates)
+      : choice(choice), call(*choice.attention), estimates(estimates), units(estimates.call.segments[0]),
+        scratch(estimates.call), exact_scratch(call), exact(call.queries) {}
 
-  // Returns the number of units taken.
-  int64_t choose() {
-    score_exact();
-    hide();
-    mass();
-    return take();
+  // Scores a split of the units.
+  void score(int64_t pair, int64_t index, Shares shares) {
+    const int64_t b = pair / call.heads, h = pair % call.heads, begin = index * split_length(units);
+    const int64_t stop = std::min(units.length, begin + split_length(units));
+    queries.move_to(estimates.call, pair);
+    const Matrix seen = Split(estimates.call, units, b, h, begin, stop, scratch)
+                            .seen_scores(queries.of(estimates.call, 0), queries.plain.data());
+    hidden.clear();
+    hide_sinks(b, begin, stop);
+    for (int64_t i = begin; call.mask && i < stop; ++i)
+      if (!is_seen(b, i * choice.unit)) hidden.push_back(i - begin);
+    for (int64_t m = 0; m < call.queries; ++m)
+      for (int64_t i : hidden) seen.at(m)[i] = kNone;
+    const float* bias = estimates.bias.data() + pair * call.queries;
+    shares.add(index, seen, bias);
+    for (int64_t i : hidden) shares.hide(index, i);
+    if (!choice.scores) return;
+    for (int64_t m = 0; m < call.queries; ++m) {
+      float* to = all_scores(shares, m) + begin;
+      for (int64_t i = 0; i < stop - begin; ++i) to[i] = seen.at(m)[i] + bias[m];
+    }
+  }
+
+  // Chooses by the scores of all splits; returns the number of units taken.
+  int64_t choose(int64_t pair, Shares shares) {
+    score_exact(pair);
+    const float share = shares.merge(exact.data(), choice.is_mean);
+    return take(pair, shares, share);
+  }
+
+  // Floats that a pair needs.
+  static int64_t size(const Choice& choice, const Shares& shares) {
+    return shares.size() + (choice.scores ? choice.attention->queries * choice.num_units : 0);
   }
 
  private:
   const Choice& choice;
   const Call& call;
-  const int64_t pair, b, h, stride;
-  float *scores, *powers, *masses;  // [queries][stride], the same or in the same place, [stride]
-  Scratch& scratch;
-  Queries& queries;
-  std::vector<int64_t> hidden;  // units
+  const Estimates& estimates;
+  const Segment& units;
+  Scratch scratch, exact_scratch;
+  Queries queries, exact_queries;
+  std::vector<int64_t> hidden;  // places in a split
   std::vector<float> exact;     // log-sum-exp of what is read anyway, for each query
-  float most = 0.0f, share = 0.0f;  // the largest mass; the share of what is read anyway
+  std::unique_ptr<int32_t[]> places;
 
-  void score_exact() {
-    queries.move_to(call, pair);
-    for (int64_t index = 0; index + 1 < call.num_segments; ++index) {
-      const Segment& segment = call.segments[index];
-      for (int64_t begin = 0; begin < segment.length; begin += split_length(segment)) {
-        const int64_t stop = std::min(segment.length, begin + split_length(segment));
-        const Matrix seen = Split(call, segment, b, h, begin, stop, scratch)
-                                .seen_scores(queries.of(call, index), queries.plain.data());
-        for (int64_t m = 0; m < call.queries; ++m) {
-          const float highest = std::max(exact[m], highest_of(seen.at(m), seen.stride));
-          if (highest == kNone) continue;
-          exact[m] = highest + std::log(std::exp(exact[m] - highest) + total_of(seen.at(m), seen.stride, highest));
-        }
-      }
-    }
-  }
+  float* all_scores(const Shares& shares, int64_t m) const { return shares.masses + shares.size() + m * choice.num_units; }
 
-  static float highest_of(const float* row, int64_t count) {
-    Vec highest = splat(kNone);
-    for (int64_t i = 0; i < count; i += kLanes) highest = largest(highest, load<Vec>(row + i));
-    return largest(highest);
-  }
-
-  static float total_of(const float* row, int64_t count, float shift) {
-    Vec total{};
-    for (int64_t i = 0; i < count; i += kLanes) total += exp_negative(load<Vec>(row + i) - shift);
-    return sum(total);
-  }
-
-  // Units that must not be chosen: of sinks, and those of which nothing is seen. And what fills the last vector.
-  void hide() {
+  // Units of sinks must not be chosen.
+  void hide_sinks(int64_t b, int64_t begin, int64_t stop) {
+    if (!choice.num_sinks) return;
     const int64_t slot = choice.first_sink ? choice.first_sink[b] : 0, unit = choice.unit, end = slot + choice.num_sinks;
     const int64_t from = choice.sinks_are_apart ? (slot + unit - 1) / unit : slot / unit;
     const int64_t to = choice.sinks_are_apart ? end / unit : (end + unit - 1) / unit;
-    for (int64_t i = from; choice.num_sinks && i < std::min(to, choice.num_units); ++i) hidden.push_back(i);
-    for (int64_t i = choice.num_units; i < stride; ++i) hidden.push_back(i);
-    for (int64_t i = 0; call.mask && i < choice.num_units; ++i)
-      if (!is_seen(i * unit)) hidden.push_back(i);
-    for (int64_t m = 0; m < call.queries; ++m)
-      for (int64_t i : hidden) scores[m * stride + i] = kNone;
+    for (int64_t i = std::max(from, begin); i < std::min(to, stop); ++i) hidden.push_back(i - begin);
   }
 
-  bool is_seen(int64_t slot) const {
+  bool is_seen(int64_t b, int64_t slot) const {
     for (int64_t i = b * call.mask_stride + slot, stop = i + choice.unit; i < stop; ++i)
       if (call.mask_is_additive ? ((const float*)call.mask)[i] > kHidden : ((const uint8_t*)call.mask)[i] != 0)
         return true;
@@ -89,66 +85,66 @@ class Chooser {
 
   static constexpr float kHidden = std::numeric_limits<float>::lowest() / 2;
 
-  // Shares of the attention by these estimates; -1 for what must not be chosen.
-  void mass() {
-    std::vector<float> factor(call.queries);
-    for (int64_t m = 0; m < call.queries; ++m) {
-      float shift = std::max(exact[m], highest_of(scores + m * stride, stride));
-      if (shift == kNone) shift = 0.0f;
-      const float anyway = exact[m] == kNone ? 0.0f : std::exp(exact[m] - shift);
-      const float total = anyway + exponentials(m, shift);
-      factor[m] = 1.0f / std::max(choice.is_mean ? total * call.queries : total, std::numeric_limits<float>::min());
-      share = choice.is_mean ? share + anyway * factor[m] : std::max(share, anyway * factor[m]);
-    }
-    Vec highest{};
-    for (int64_t i = 0; i < stride; i += kLanes) {
-      Vec mass{};
-      for (int64_t m = 0; m < call.queries; ++m) {
-        const Vec own = load<Vec>(powers + m * stride + i) * factor[m];
-        mass = choice.is_mean ? mass + own : largest(mass, own);
+  void score_exact(int64_t pair) {
+    exact_queries.move_to(call, pair);
+    std::fill(exact.begin(), exact.end(), kNone);
+    for (int64_t index = 0; index + 1 < call.num_segments; ++index) {
+      const Segment& segment = call.segments[index];
+      for (int64_t begin = 0; begin < segment.length; begin += split_length(segment)) {
+        const int64_t stop = std::min(segment.length, begin + split_length(segment));
+        const Matrix seen = Split(call, segment, pair / call.heads, pair % call.heads, begin, stop, exact_scratch)
+                                .seen_scores(exact_queries.of(call, index), exact_queries.plain.data());
+        for (int64_t m = 0; m < call.queries; ++m) {
+          const float highest = std::max(exact[m], highest_of(seen.at(m), seen.stride));
+          if (highest == kNone) continue;
+          const float total = exponentials(seen.at(m), seen.stride, highest, seen.at(m));
+          exact[m] = highest + std::log(std::exp(exact[m] - highest) + total);
+        }
       }
-      highest = largest(highest, mass);
-      store(masses + i, mass);
     }
-    for (int64_t i : hidden) masses[i] = -1.0f;
-    most = largest(highest);
   }
 
-  // The exponentials of a query's scores less `shift`, and their sum.
-  float exponentials(int64_t m, float shift) {
-    Vec total{};
-    for (int64_t i = 0; i < stride; i += kLanes) {
-      const Vec power = exp_negative(load<Vec>(scores + m * stride + i) - shift);
-      store(powers + m * stride + i, power);
-      total += power;
-    }
-    return sum(total);
-  }
-
-  // Returns the number of units taken.
-  int64_t take() {
-    const int64_t room = choice.count, wanted = std::min(room, count_from(masses, stride, 0));
-    if (!wanted || (choice.top_p && most <= 0.0f)) return 0;
+  // `share`: of what is read anyway.
+  int64_t take(int64_t pair, const Shares& shares, float share) {
+    const int64_t room = choice.count, count = round_up(choice.num_units, kLanes);
+    const float* masses = shares.masses;
+    if (!places) places.reset(new int32_t[count + kLanes]);
     Threshold threshold;
+    int64_t found;
     if (choice.top_p) {
-      const float missing = choice.top_p * (sum_from(masses, stride, 0) + share) - share;
+      const float missing = choice.top_p * (sum_from(masses, count, 0) + share) - share;
       if (missing <= 0.0f) return 0;
-      threshold = reaching_masses(masses, stride, missing, most);
+      threshold = reaching_masses(masses, count, missing);
+      found = places_from(masses, count, threshold.least, places.get());
     } else {
-      threshold = largest_masses(masses, stride, wanted, most);
+      threshold = largest_masses(masses, count, room, places.get(), &found);
     }
-    const int64_t per_block = choice.block_units, *blocks = choice.blocks + b * choice.blocks_row;
-    int64_t taken = 0, *ids = choice.ids + pair * room, *slots = choice.slots + pair * room, block = 0;
-    for (int32_t i : places_between(masses, stride, threshold.least, std::numeric_limits<int32_t>::max())) {
-      if (as_bits(masses[i]) == threshold.least && threshold.ties-- <= 0) continue;
-      while ((block + 1) * per_block <= i) ++block;
-      ids[taken] = blocks[block] * per_block + i - block * per_block;
-      if (choice.scores)
-        for (int64_t m = 0; m < call.queries; ++m)
-          choice.scores[(pair * call.queries + m) * room + taken] = scores[m * stride + i];
-      slots[taken++] = i * choice.unit;
+    int64_t taken = 0;
+    for (int64_t k = 0; k < found && taken < room; ++k) {
+      const int32_t i = places[k], bits = as_bits(masses[i]);
+      places[taken] = i;
+      // Only that they are equal is foreseen: seldom.
+      taken += bits == threshold.least ? threshold.ties-- > 0 : bits > threshold.least;
     }
+    write(pair, shares, taken);
     return taken;
+  }
+
+  // The first `taken` places.
+  void write(int64_t pair, const Shares& shares, int64_t taken) {
+    const int64_t room = choice.count, b = pair / call.heads, *blocks = choice.blocks + b * choice.blocks_row;
+    int64_t *ids = choice.ids + pair * room, *slots = choice.slots + pair * room;
+    const int32_t per_block = (int32_t)choice.block_units;
+    for (int64_t k = 0; k < taken; ++k) {
+      const int32_t i = places[k], block = i / per_block;
+      ids[k] = blocks[block] * per_block + i - block * per_block;
+      slots[k] = i * choice.unit;
+    }
+    for (int64_t m = 0; choice.scores && m < call.queries; ++m) {
+      const float* from = all_scores(shares, m);
+      float* to = choice.scores + (pair * call.queries + m) * room;
+      for (int64_t k = 0; k < taken; ++k) to[k] = from[places[k]];
+    }
   }
 };
 
@@ -162,31 +158,24 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
   const Estimates estimates(choice);
   const Call &attention = *choice.attention, &call = estimates.call;
   const Segment& units = call.segments[0];
-  const int64_t pairs = call.rows * call.heads, splits = num_splits(units), stride = round_up(choice.num_units, kLanes);
-  // Scores, what comes of them, and masses of all queries together.
-  const int64_t size = (call.queries * (choice.scores ? 2 : 1) + 1) * stride;
-  const std::unique_ptr<float[]> scores(new float[pairs * size]);
+  const int64_t pairs = call.rows * call.heads, splits = num_splits(units);
+  const Shares shares(call.queries, choice.num_units, split_length(units));
+  const int64_t size = Chooser::size(choice, shares);
+  // One thread is done with a pair before it begins the next, and finds the same memory in its cache.
+  const int64_t apart = call.num_threads > 1 ? size : 0;
+  const std::unique_ptr<float[]> memory(new float[(pairs - 1) * apart + size]);
   std::vector<std::atomic<int64_t>> done(pairs);
   std::vector<int64_t> taken(pairs);
 
 #pragma omp parallel num_threads(call.num_threads) if (call.num_threads > 1)
   {
-    Scratch scratch(call), exact_scratch(attention);
-    Queries queries, exact_queries;
+    Chooser chooser(choice, estimates);
 #pragma omp for schedule(dynamic) nowait
     for (int64_t item = 0; item < pairs * splits; ++item) {
-      const int64_t pair = item / splits, begin = item % splits * split_length(units);
-      const int64_t stop = std::min(units.length, begin + split_length(units));
-      queries.move_to(call, pair);
-      const Matrix seen = Split(call, units, pair / call.heads, pair % call.heads, begin, stop, scratch)
-                              .seen_scores(queries.of(call, 0), queries.plain.data());
-      float* own = scores.get() + pair * size;
-      for (int64_t m = 0; m < call.queries; ++m) {
-        const float bias = estimates.bias[pair * call.queries + m];
-        for (int64_t i = 0; i < stop - begin; ++i) own[m * stride + begin + i] = seen.at(m)[i] + bias;
-      }
-      if (done[pair].fetch_add(1) + 1 == splits)
-        taken[pair] = Chooser(choice, pair, own, exact_scratch, exact_queries).choose();
+      const int64_t pair = item / splits;
+      const Shares own = shares.at(memory.get() + pair * apart);
+      chooser.score(pair, item % splits, own);
+      if (done[pair].fetch_add(1) + 1 == splits) taken[pair] = chooser.choose(pair, own);
     }
   }
   const int64_t most = given->taken = *std::max_element(taken.begin(), taken.end()), room = choice.count;

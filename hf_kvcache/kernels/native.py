@@ -24,7 +24,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = (
     *("decode.cpp", "choose.cpp", "products.cpp"),
     *("bytes.h", "call.h", "estimates.h", "formats.h", "parts.h"),
-    *("products.h", "queries.h", "select.h", "split.h", "vec.h"),
+    *("products.h", "queries.h", "select.h", "shares.h", "split.h", "vec.h"),
 )
 _COMPILERS = ("g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden", "-shared", "-w")

@@ -8,7 +8,7 @@
 #include "products.h"
 
 constexpr int kSplit = 512;  // tokens of a split, as near as units allow
-constexpr int kTouched = 1024;  // bytes of a unit that are worth a look ahead
+constexpr uintptr_t kLine = 64;  // bytes of a line of the CPU's caches
 constexpr int kIndexSplit = 2048;  // the same where a token is a few bytes
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -17,8 +17,6 @@ struct Scratch {
   std::vector<float> scores, weights, query, scale, zero;
   explicit Scratch(const Call& call);
 };
-
-inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 inline int64_t split_length(const Segment& segment) {
   const int64_t tokens = segment.key.form == kIndex ? kIndexSplit : kSplit;

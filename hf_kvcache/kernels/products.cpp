@@ -116,7 +116,7 @@ constexpr Products products() {
 template <int M, int Parts>
 void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
   constexpr int bytes = 4 * Parts;  // of a row
-  WideBytes factors[M][4][Parts];
+  WideBytes factors[M][4];
   float scale[M], offset[M];
   for (int m = 0; m < M; ++m) {
     Vec most = splat(1e-30f);
@@ -137,7 +137,7 @@ void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
     offset[m] = 1.5f * fold_all(sum);
     for (int s = 0; s < 4; ++s)
       for (int j = 0; j < (int)sizeof(factors[m][s]); j += bytes)
-        std::memcpy((uint8_t*)factors[m][s] + j, own + s * bytes, bytes);
+        std::memcpy((uint8_t*)&factors[m][s] + j, own + s * bytes, bytes);
   }
   const auto tokens = [&](const uint8_t* rows, float* const* to) {
     IntVec parts[M][Parts] = {};
@@ -145,7 +145,7 @@ void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
       const WideBytes packed = load<WideBytes>(rows + p * sizeof(WideBytes));
       for (int s = 0; s < 4; ++s) {
         const WideBytes codes = crumbs(packed, 2 * s);
-        for (int m = 0; m < M; ++m) parts[m][p] = add_products(parts[m][p], codes, factors[m][s][p]);
+        for (int m = 0; m < M; ++m) parts[m][p] = add_products(parts[m][p], codes, factors[m][s]);
       }
     }
     for (int m = 0; m < M; ++m)

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "vec.h"
@@ -22,16 +23,13 @@ inline int64_t count_from(const float* masses, int64_t count, int32_t least) {
   return sum;
 }
 
-// The places of the masses of bits in [least, stop), in order.
-inline std::vector<int32_t> places_between(const float* masses, int64_t count, int32_t least, int32_t stop) {
-  std::vector<int32_t> places(count_from(masses, count, least) - count_from(masses, count, stop) + kLanes);
-  int32_t* next = places.data();
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const IntVec bits = load<IntVec>(masses + i);
-    next = store_lanes(next, (int32_t)i, (bits >= least) & (bits < stop));
-  }
-  places.resize(next - places.data());
-  return places;
+// Writes the places of the masses of bits of at least `least`, in order, and what is in the way of whole vectors after
+// them. Returns how many there are.
+inline int64_t places_from(const float* masses, int64_t count, int32_t least, int32_t* places) {
+  int32_t* next = places;
+  for (int64_t i = 0; i < count; i += kLanes)
+    next = store_lanes(next, (int32_t)i, load<IntVec>(masses + i) >= least);
+  return next - places;
 }
 
 // The sum of the masses that have bits of at least `least`.
@@ -60,46 +58,39 @@ int32_t last_enough(int32_t low, int32_t high, IsEnough is_enough) {
   return low;
 }
 
-// The `wanted`-th largest of masses, as bits that are at least `low`, of which there are as many; all are below `high`.
-inline int32_t bits_of_rank(const float* masses, int64_t count, int64_t wanted, int32_t low, int32_t high) {
-  return last_enough(low, high, [&](int32_t bits) { return count_from(masses, count, bits) >= wanted; });
+// The `wanted`-th largest of masses, of which as many at least are not less than 0, as bits.
+inline int32_t bits_of_rank(const float* masses, int64_t count, int64_t wanted) {
+  return last_enough(0, std::numeric_limits<int32_t>::max(),
+                     [&](int32_t bits) { return count_from(masses, count, bits) >= wanted; });
 }
 
-// The `wanted` largest of masses, of which as many at least are not less than 0. A sample says between which masses the
-// last of them lies, nearly always, and is much faster to search than all are.
-inline Threshold largest_masses(const float* masses, int64_t count, int64_t wanted, float most) {
+// Bits that nearly always the `wanted` largest masses have at least, and not many others: a sample says which.
+inline int32_t likely_least(const float* masses, int64_t count, int64_t wanted) {
   constexpr int64_t kSample = 1024;
-  int32_t low = 0, high = as_bits(most) + 1;
-  int64_t above = 0;
-  if (count >= 8 * kSample) {
-    alignas(64) float sample[kSample];
-    for (int64_t i = 0; i < kSample; ++i) sample[i] = masses[i * count / kSample];
-    const double rank = (double)wanted * kSample / count, slack = 4 * std::sqrt(rank) + 4;
-    const int64_t first = (int64_t)(rank - slack), last = (int64_t)(rank + slack);
-    const int64_t known = count_from(sample, kSample, 0);
-    if (last <= known) {
-      const int32_t bits = bits_of_rank(sample, kSample, last, 0, high);
-      if (count_from(masses, count, bits) >= wanted) low = bits;
-    }
-    if (first >= 1 && first <= known) {
-      const int32_t bits = bits_of_rank(sample, kSample, first, 0, high);
-      const int64_t more = count_from(masses, count, bits);
-      if (bits > low && more < wanted) high = bits, above = more;
-    }
-  }
-  std::vector<float> left;
-  left.reserve(4 * kSample);
-  for (int32_t i : places_between(masses, count, low, high)) left.push_back(masses[i]);
-  left.resize((left.size() + kLanes - 1) / kLanes * kLanes, -1.0f);
-  const int64_t size = left.size();
-  const int32_t least = bits_of_rank(left.data(), size, wanted - above, low, high);
-  return {least, wanted - above - count_from(left.data(), size, least + 1)};
+  if (count < 2 * kSample) return 0;
+  alignas(64) float sample[kSample];
+  for (int64_t i = 0; i < kSample; ++i) sample[i] = masses[i * count / kSample];
+  const double rank = (double)wanted * kSample / count;
+  const int64_t last = (int64_t)(rank + 4 * std::sqrt(rank) + 4);
+  return last <= count_from(sample, kSample, 0) ? bits_of_rank(sample, kSample, last) : 0;
+}
+
+// The `wanted` largest of the masses that are not less than 0, or all of these; `places` of what may be among them.
+inline Threshold largest_masses(const float* masses, int64_t count, int64_t wanted, int32_t* places, int64_t* found) {
+  const int32_t likely = likely_least(masses, count, wanted);
+  *found = places_from(masses, count, likely, places);
+  if (*found < wanted && likely) *found = places_from(masses, count, 0, places);
+  if (*found <= wanted) return {0, *found};
+  std::vector<float> left(round_up(*found, kLanes), -1.0f);
+  for (int64_t i = 0; i < *found; ++i) left[i] = masses[places[i]];
+  const int32_t least = bits_of_rank(left.data(), left.size(), wanted);
+  return {least, wanted - count_from(left.data(), left.size(), least + 1)};
 }
 
 // The largest masses that together reach `missing`, more than 0, or all that are more than 0, of which there are some.
-inline Threshold reaching_masses(const float* masses, int64_t count, float missing, float most) {
+inline Threshold reaching_masses(const float* masses, int64_t count, float missing) {
   const auto is_enough = [&](int32_t bits) { return sum_from(masses, count, bits) >= missing; };
-  const int32_t least = last_enough(1, as_bits(most) + 1, is_enough);
+  const int32_t least = last_enough(1, as_bits(std::numeric_limits<float>::infinity()), is_enough);
   float mass;
   std::memcpy(&mass, &least, sizeof(mass));
   return {least, (int64_t)std::ceil((missing - sum_from(masses, count, least + 1)) / std::max(mass, 1e-37f))};

@@ -15,8 +15,9 @@ class Split {
   // `query` and `plain` are the scaled queries [queries][dim], rotated as the keys are and not.
   // Writes [queries][value dim] to `output`, and the log-sum-exps.
   void attend(const float* query, const float* plain, float* output, float* logsumexp) {
-    touch();
+    if (!segment.scores) fetch(segment.key);
     score(query, plain);
+    fetch(segment.value);
     hide();
     for (int64_t m = 0; m < call.queries; ++m) logsumexp[m] = softmax(scores.at(m));
     std::fill_n(output, call.queries * segment.value.dim, 0.0f);
@@ -56,20 +57,16 @@ class Split {
     }
   }
 
-  // Chosen units lie on pages of memory whose addresses must be looked up. Loads that wait for nothing do it side by side.
-  void touch() const {
+  // Chosen units lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by side.
+  void fetch(const Store& store) const {
     const int64_t *ids = segment.of(segment.ids, b, h), per_group = ids ? segment.group_length / segment.unit : 1;
-    int touched = 0;
-    for (const Store* store : {&segment.key, &segment.value}) {
-      const int64_t size = (store->is_columns ? store->dim : segment.unit) * store->stride;
-      if (!ids || size < kTouched || (store == &segment.key && segment.scores)) continue;
-      for (int64_t i = begin / segment.unit; i * segment.unit < stop; ++i) {
-        const int64_t first = store->is_columns ? 0 : ids[i] % per_group * segment.unit;
-        const uint8_t* bytes = store->codes.at(b, h, ids[i] / per_group) + first * store->stride;
-        touched += bytes[0] + bytes[size - 1];
-      }
+    const int64_t size = (store.is_columns ? store.dim : segment.unit) * store.stride;
+    for (int64_t i = begin / segment.unit; ids && i * segment.unit < stop; ++i) {
+      const int64_t first = store.is_columns ? 0 : ids[i] % per_group * segment.unit;
+      const uintptr_t from = (uintptr_t)(store.codes.at(b, h, ids[i] / per_group) + first * store.stride);
+      for (uintptr_t line = from / kLine * kLine; line < from + size; line += kLine) __builtin_prefetch((const void*)line, 0, 2);
     }
-    asm volatile("" : : "r"(touched));  // or a compiler would leave the loads out
+    asm volatile("");  // or a compiler would take the call for one without effect
   }
 
   void score(const float* query, const float* plain) {

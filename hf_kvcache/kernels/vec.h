@@ -33,6 +33,8 @@ typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
 typedef HalfBytes PairVec __attribute__((vector_size(kLanes)));
 
+inline int64_t round_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
 template <class T>
 inline T load(const void* from) {
   T vec;
@@ -153,11 +155,13 @@ inline int32_t* store_lanes(int32_t* to, int32_t first, IntVec is_true) {
 #if AVX512
   const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  if (mask) _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
   return to + __builtin_popcount(mask);
 #else
-  for (int i = 0; i < kLanes; ++i)
-    if (is_true[i]) *to++ = first + i;
+  for (int i = 0; i < kLanes; ++i) {  // branches on what is seldom foreseen would take longer
+    *to = first + i;
+    to -= is_true[i];
+  }
   return to;
 #endif
 }
