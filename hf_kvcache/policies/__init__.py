@@ -73,7 +73,7 @@ def build_policy(
         case "h2o":
             return H2O(average=options["average"])
         case "snapkv":
-            return SnapKV(observation_window=options["observation_window"])
+            return SnapKV(**{key: options[key] for key in ("observation_window", "window_weights")})
         case "expected_attention":
             chosen = {key: options[key] for key in ("num_future_tokens", "epsilon")}
             return ExpectedAttention(rotary=find_rotary(), num_sink_tokens=sinks, **chosen)

@@ -3,7 +3,8 @@
 Score: attention of the last `observation_window` queries, averaged over them and over the query heads of the group,
 pooled over `kernel_size` neighbouring tokens. Best when the prompt ends with the question; not when it comes later.
 Paper: Li et al. 2024, https://arxiv.org/abs/2404.14469 (a window of 32, pooling over 5 in the authors' code).
-Differs from the paper: a smaller window and wider pooling by default, which measured far better on small models.
+Differs from the paper: the queries of the window do not count alike (`window_weights="equal"` for the paper's). The i-th
+last one counts by 1 / i, so that a question at the end is heard, and without one the text before it is.
 """
 
 import torch
@@ -17,12 +18,14 @@ class SnapKV(Policy):
 
     Args:
         observation_window: last queries that vote, at least 1.
+        window_weights: how much each of them counts: `"harmonic"`, the i-th last by 1 / i, or `"equal"`.
     """
 
     has_ratios = True
 
-    def __init__(self, *, observation_window: int):
+    def __init__(self, *, observation_window: int, window_weights: str):
         self.observation_window = observation_window
+        self.window_weights = window_weights
 
     def new_observer(self) -> QueryWindow:
         return QueryWindow(self.observation_window)
@@ -30,4 +33,8 @@ class SnapKV(Policy):
     def scores(self, held: Held, observer: QueryWindow) -> torch.Tensor:
         if observer.queries is None:
             return held.slots.float()
-        return attention_weights(observer.queries, held).mean(dim=(2, 3))
+        weights = attention_weights(observer.queries, held).mean(dim=2)  # [B, Hkv, T, n]
+        if self.window_weights == "equal":
+            return weights.mean(dim=2)
+        share = 1.0 / torch.arange(weights.shape[2], 0, -1, device=weights.device)
+        return torch.einsum("bhtn,t->bhn", weights, share / share.sum())

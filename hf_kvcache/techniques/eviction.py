@@ -55,7 +55,16 @@ def _scorers(value: Any) -> str | None:
     return None if is_list else "a list of " + ", ".join(map(repr, _SCORERS))
 
 
-_WINDOW_OPTIONS = (Option("observation_window", "int", 8, "last queries that vote", at_least(1)),)
+_WINDOW_OPTIONS = (
+    Option("observation_window", "int", 32, "last queries that vote", at_least(1)),
+    Option(
+        "window_weights",
+        "str",
+        "harmonic",
+        "how much each of them counts: 'harmonic' (the i-th last by 1 / i), or 'equal'",
+        one_of("harmonic", "equal"),
+    ),
+)
 _AVERAGE_OPTIONS = (
     Option("average", "bool", True, "a token's attention is a mean over the queries that could see it", is_bool),
 )
@@ -76,7 +85,7 @@ _ALL_SCORER_OPTIONS = (
     Option("scorers", "list", _BLENDED, "policies whose scores a blend adds up", _scorers),
     *_WINDOW_OPTIONS,
     # Beside policies that look for what is unlike the rest, expected attention need not.
-    *_expected_options(0.001),
+    *_expected_options(0.0003),
     *_LAG_OPTIONS,
     *_AVERAGE_OPTIONS,
 )
@@ -101,14 +110,14 @@ POLICIES = (
     _eviction("leverage", "keys that the others cannot make up", kernel_size=9),
     _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS, kernel_size=5),
     _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
-    _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=13),
+    _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=5),
     _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=9),
     _eviction(
         "blend",
         "what several policies agree on",
         *_ALL_SCORER_OPTIONS,
-        kernel_size=13,
+        kernel_size=9,
     ),
     _eviction(
         "pyramidkv",
@@ -124,7 +133,7 @@ POLICIES = (
         Option("scorer", "str", "blend", "policy that scores tokens", one_of(*_SCORERS, "blend")),
         Option("safeguard", "float", 0.2, "share of the mean budget that each head keeps", share),
         *_ALL_SCORER_OPTIONS,
-        kernel_size=13,
+        kernel_size=9,
         granularity=False,
     ),
     _eviction(

@@ -123,9 +123,10 @@ def test_tova_is_the_last_query_averaged_over_all_heads(queries, held):
             assert_scores(scores, torch.stack(every).mean(0), row, head)
 
 
+@pytest.mark.parametrize(("how", "votes"), [("equal", [3, 3, 3, 3]), ("harmonic", [3, 4, 6, 12])])
 @pytest.mark.parametrize("chunks", [[37], [30, 7], [35, 1, 1]], ids=str)
-def test_snapkv_is_the_mean_of_the_last_queries(queries, held, chunks):
-    policy = SnapKV(observation_window=4)
+def test_snapkv_is_the_weighted_mean_of_the_last_queries(queries, held, chunks, how, votes):
+    policy = SnapKV(observation_window=4, window_weights=how)
     observer, begin = policy.new_observer(), 0
     for count in chunks:
         observer.see(Queries(queries.states[:, :, begin : begin + count], begin), held.first_slot, lambda: [held])
@@ -133,8 +134,19 @@ def test_snapkv_is_the_mean_of_the_last_queries(queries, held, chunks):
     assert observer.queries.states.untyped_storage().nbytes() == ROWS * HEADS * GROUPS * 4 * DIM * 4
     scores = policy.scores(held, observer)
     for row, head in each_head():
-        rows = [weights_by_hand(queries, held, row, head, group)[-4:] for group in range(GROUPS)]
-        assert_scores(scores, torch.cat(rows).mean(0), row, head)
+        rows = torch.stack([weights_by_hand(queries, held, row, head, group)[-4:] for group in range(GROUPS)])
+        expected = (rows.mean(0) * torch.tensor(votes)[:, None]).sum(0) / sum(votes)
+        assert_scores(scores, expected, row, head)
+
+
+def test_snapkv_weighs_a_short_window_by_the_queries_it_has(queries, held):
+    policy = SnapKV(observation_window=32, window_weights="harmonic")
+    observer = policy.new_observer()
+    observer.see(Queries(queries.states[:, :, -2:], LENGTH - 2), held.first_slot, lambda: [held])
+    scores = policy.scores(held, observer)
+    for row, head in each_head():
+        rows = torch.stack([weights_by_hand(queries, held, row, head, group)[-2:] for group in range(GROUPS)])
+        assert_scores(scores, (rows[:, 0] + 2 * rows[:, 1]).mean(0) / 3, row, head)
 
 
 def test_policies_of_keys_and_slots(held):
@@ -194,18 +206,22 @@ def test_leverage_is_of_the_unturned_keys_of_each_rows_own_tokens(tiny_model):
         torch.testing.assert_close(scores[row, head, FIRST[row] :], expected, atol=5e-3, rtol=5e-3)
 
 
-def test_blend_adds_scores_in_standard_deviations(queries, held):
-    parts = [KeyDiff(), H2O(average=False)]
+@pytest.mark.parametrize("parts", [[H2O, KeyDiff, KeyNorm], [Tova, H2O, KeyNorm], [KeyDiff, KeyNorm], [Tova]], ids=str)
+def test_blend_adds_scores_in_standard_deviations(queries, held, parts):
+    """Of attention and of keys in equal parts."""
+    parts = [H2O(average=False) if part is H2O else part() for part in parts]
     blend = Blend(parts, num_sink_tokens=3)
     observer = blend.new_observer()
     observer.see(queries, held.first_slot, lambda: [held])
     scores = blend.scores(held, observer)
     for row, head in each_head():
-        begin, total = FIRST[row], 0
+        begin, of_attention, of_keys = FIRST[row], [], []
         for part, own in zip(parts, observer.members, strict=True):
             own = part.scores(held, own)[row, head, begin:]
-            own = own.log() if isinstance(part, H2O) else own
-            total = total + (own - own[3:].mean()) / own[3:].std(correction=0)
+            is_attention = isinstance(part, (H2O, Tova))
+            own = own.log() if is_attention else own
+            (of_attention if is_attention else of_keys).append((own - own[3:].mean()) / own[3:].std(correction=0))
+        total = sum(torch.stack(group).mean(0) for group in (of_attention, of_keys) if group)
         torch.testing.assert_close(scores[row, head, begin:], total, atol=1e-4, rtol=1e-4)
 
 
