@@ -20,7 +20,7 @@ SAMPLE = 1024  # units, in select.h
 
 
 def choose(keys, values, query, *, count, top_p=None, group="mean", mask=None):
-    """A step over single tokens, of which the last ones are read anyway: its output, and the slots of the chosen ones."""
+    """A step over single tokens, of which the last ones are read anyway: its output, and which slots are chosen."""
     length = keys.shape[1] - RECENT
     blocks = np.arange(keys.shape[1])[None]
     recent = decode.run_segment((keys, values), blocks[:, length:], (DIM, DIM), 1, length=RECENT, slot=length)
