@@ -57,14 +57,16 @@ class Split {
     }
   }
 
-  // Chosen units lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by side.
+  // Units that a head has chosen lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by side.
   void fetch(const Store& store) const {
-    const int64_t *ids = segment.of(segment.ids, b, h), per_group = ids ? segment.group_length / segment.unit : 1;
+    if (!segment.ids || !segment.ids_head) return;
+    const int64_t *ids = segment.of(segment.ids, b, h), per_group = segment.group_length / segment.unit;
     const int64_t size = (store.is_columns ? store.dim : segment.unit) * store.stride;
-    for (int64_t i = begin / segment.unit; ids && i * segment.unit < stop; ++i) {
+    for (int64_t i = begin / segment.unit; i * segment.unit < stop; ++i) {
       const int64_t first = store.is_columns ? 0 : ids[i] % per_group * segment.unit;
       const uintptr_t from = (uintptr_t)(store.codes.at(b, h, ids[i] / per_group) + first * store.stride);
-      for (uintptr_t line = from / kLine * kLine; line < from + size; line += kLine) __builtin_prefetch((const void*)line, 0, 2);
+      for (uintptr_t line = from / kLine * kLine; line < from + size; line += kLine)
+        __builtin_prefetch((const void*)line, 0, 2);  // into the second cache: there is room for a split
     }
     asm volatile("");  // or a compiler would take the call for one without effect
   }

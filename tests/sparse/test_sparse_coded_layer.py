@@ -244,7 +244,7 @@ def test_the_report_counts_what_a_step_reads(tiny_model, make_ids, run):
         tail += layer.sinks.nbytes
         token = heads * (32 + 2)  # a key or a value, and its scale
         if name == "page_mean+fp8":
-            wanted = 2 * (6 * 16 * 2 * token + 12 * heads * 32 * 2)  # half of 12 pages, and a float16 mean of each
+            wanted = 2 * (12 * 8 * 2 * token + 24 * heads * 32 * 2)  # half of 24 pages, and a float16 mean of each
         else:
             wanted = 2 * (192 * token + 96 * token)  # all keys, half of the values
         assert read[name] == wanted + tail

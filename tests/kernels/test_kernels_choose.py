@@ -1,0 +1,121 @@
+"""The choice of the decode kernel among many units is exact, whatever its sample of them says."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hf_kvcache.kernels import decode, native, structs
+from hf_kvcache.kernels.choose import ChosenCall, Units, UnitSinks, chosen_segment
+from hf_kvcache.readers import ReadBudget
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(native.library() is None, reason="no C++ compiler"),
+]
+
+HEADS, GROUP, DIM, RECENT = 2, 3, 16, 20
+SAMPLE = 1024  # units, in select.h
+
+
+def choose(keys, values, query, *, count, top_p=None, group="mean", mask=None):
+    """A step over single tokens, of which the last ones are read anyway: its output, and which slots are chosen."""
+    length = keys.shape[1] - RECENT
+    blocks = np.arange(keys.shape[1])[None]
+    recent = decode.run_segment((keys, values), blocks[:, length:], (DIM, DIM), 1, length=RECENT, slot=length)
+    estimate = structs.Estimate(key=structs.run_store(keys, DIM, 1), per_slot=1)
+    structs.set_ids(estimate, blocks)
+    call = ChosenCall(
+        [recent],
+        chosen_segment((keys, values), (DIM, DIM), 1),
+        estimate,
+        Units(1, length, blocks, 1, count, top_p, group == "mean"),
+        UnitSinks(None, 0, are_apart=False),
+        rows=1,
+        num_heads=HEADS * GROUP,
+        keeps_scores=True,
+    )
+    output, slots = call.attend(query, None, mask)
+    return output, [sorted(head[head >= 0].tolist()) for head in slots[0]]
+
+
+def expected(keys, query, *, count, top_p=None, group="mean", mask=None):
+    """The same choice in PyTorch."""
+    scores = query.view(1, HEADS, GROUP, DIM) @ keys[None].transpose(2, 3) * DIM**-0.5
+    if mask is not None:
+        scores.masked_fill_(~mask, -math.inf)
+    read = scores[..., -RECENT:].logsumexp(dim=-1)
+    budget = ReadBudget(None if top_p else count, None, top_p, 0, RECENT, group)
+    chosen, is_read = budget.choose(scores[..., :-RECENT].contiguous(), read, count)
+    return [sorted(units[taken].tolist()) for units, taken in zip(chosen[0], is_read[0], strict=True)]
+
+
+def states(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(HEADS, length, DIM, generator=generator) for _ in range(2)], torch.randn(
+        1, HEADS * GROUP, 1, DIM, generator=generator
+    )
+
+
+@pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("length", "count"), [(2000, 100), (2100, 1), (10_003, 900), (10_003, 9_000), (33_000, 1000)])
+def test_the_largest_shares_are_chosen(length, count, threads, group):
+    (keys, values), query = states(length)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        output, slots = choose(keys, values, query, count=count, group=group)
+    finally:
+        torch.set_num_threads(before)
+    assert slots == expected(keys, query, count=count, group=group)
+    for head, chosen in enumerate(slots):
+        own = [*chosen, *range(length - RECENT, length)]
+        part = query.view(HEADS, GROUP, DIM)[head] @ keys[head, own].T * DIM**-0.5
+        attended = part.softmax(dim=-1) @ values[head, own]
+        torch.testing.assert_close(output.view(HEADS, GROUP, DIM)[head], attended, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_of_nothing_but_the_largest_misleads_no_choice():
+    (keys, values), query = states(40_000 + RECENT)
+    places = torch.arange(SAMPLE) * 40_000 // SAMPLE
+    keys[:, places] = query.view(HEADS, GROUP, DIM).mean(dim=1, keepdim=True) * 3
+    keys[:, places] += torch.randn(HEADS, SAMPLE, DIM, generator=torch.Generator().manual_seed(1)) / 10
+    _, slots = choose(keys, values, query, count=2000)
+    assert slots == expected(keys, query, count=2000)
+    assert all(set(places.tolist()) <= set(chosen) for chosen in slots)
+
+
+@pytest.mark.parametrize("length", [1000, 10_000])
+def test_of_equal_shares_the_first_are_chosen(length):
+    (keys, values), query = states(length + RECENT)
+    keys[:, 1:] = keys[:, :1]
+    _, slots = choose(keys, values, query, count=300)
+    assert slots == [list(range(300))] * HEADS
+
+
+@pytest.mark.parametrize("seen", [0, 50, 6000])
+def test_what_a_mask_hides_is_not_chosen(seen):
+    (keys, values), query = states(10_000 + RECENT)
+    mask = torch.ones(1, 1, 1, 10_000 + RECENT, dtype=torch.bool)
+    mask[..., : 10_000 - seen] = False
+    _, slots = choose(keys, values, query, count=400, mask=mask)
+    assert slots == expected(keys, query, count=400, mask=mask)
+    assert all(len(chosen) == min(seen, 400) for chosen in slots)
+
+
+def test_shares_of_nothing_are_chosen_where_there_is_room():
+    """Scores so far below the others that their exponentials are 0 are still tokens that can be read."""
+    (keys, values), query = states(3000 + RECENT)
+    keys[:, -RECENT:] = 500 * query.view(HEADS, GROUP, DIM)[:, :1]
+    _, slots = choose(keys, values, query[:, [0, 0, 0, 3, 3, 3]], count=200)
+    assert all(len(chosen) == 200 for chosen in slots)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_shares_are_chosen_until_they_reach_their_part(top_p):
+    (keys, values), query = states(10_003)
+    _, slots = choose(keys, values, query, count=10_003 - RECENT, top_p=top_p)
+    for chosen, wanted in zip(slots, expected(keys, query, count=10_003 - RECENT, top_p=top_p), strict=True):
+        assert len(set(chosen) ^ set(wanted)) <= 1  # sums of other order may need one more
