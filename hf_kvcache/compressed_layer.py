@@ -2,8 +2,9 @@
 
 Cuts reads, not memory: the cache is complete, summaries come on top (1 / `cluster_size` of its bytes, and 4 bytes for
 each token and head). Approximate, yet nothing is ignored: old tokens are clustered by their keys, once, a segment at a
-time. A step reads the members of the clusters that its query attends to most; every other cluster is one pseudo-token:
-its mean key, mean value and the logarithm of its size. Sinks, recent tokens and those not clustered yet are exact.
+time. A step reads the members of the clusters that its query attends to most, a token; every other cluster is one
+pseudo-token: its mean key, mean value and the logarithm of its size. Sinks, recent tokens and those not clustered yet
+are exact.
 Papers: see `hf_kvcache.clusters`; Yuan et al. 2025, NSA, https://arxiv.org/abs/2502.11089, trains compressed attention.
 Differs from RetroInfer: no tuned zones; what is read is chosen for all query heads of a KV head together.
 """

@@ -129,7 +129,7 @@ def test_a_step_is_one_softmax_over_tokens_and_summaries(amount, group, is_padde
             anyway = anyway / (mass.sum(-1) + anyway)
             share, anyway = (s.mean(0) if group == "mean" else s.amax(0) for s in (share, anyway))
             chosen, tokens, reached = [], 0, float(anyway)
-            for cluster in share.argsort(descending=True).tolist():
+            for cluster in (share / sizes.clamp(min=1)).argsort(descending=True).tolist():
                 if "top_p" in amount:
                     if reached >= amount["top_p"] * float(share.sum() + anyway) or share[cluster] == 0:
                         break

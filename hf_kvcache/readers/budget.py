@@ -80,19 +80,21 @@ class ReadBudget:
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `choose`, for units of `sizes` `[B, H, n]` tokens, `candidates` tokens a row together.
 
+        A unit costs its tokens: those with the largest mass a token come first, as in a knapsack.
+
         Returns:
-            All units `[B, H, n]` from the largest mass down, which of them to read (bool: the first ones), and the most
-            tokens that a head reads.
+            All units `[B, H, n]` in that order, which of them to read (bool: the first ones), and the most tokens that
+            a head reads.
         """
         masses, anyway = self._masses(scores, read)
-        top = masses.sort(descending=True)
-        ends = sizes.gather(2, top.indices).cumsum(dim=-1)
+        order = (masses / sizes.clamp(min=1)).argsort(descending=True)
+        ends = sizes.gather(2, order).cumsum(dim=-1)
         if self.top_p is None:
             total = self.num_units(candidates, 1)
-            return top.indices, ends <= total, total
-        is_chosen = self._reach_top_p(top.values, anyway)
+            return order, ends <= total, total
+        is_chosen = self._reach_top_p(masses.gather(2, order), anyway)
         # A sync, as in `choose`.
-        return top.indices, is_chosen, int((ends * is_chosen).max())
+        return order, is_chosen, int((ends * is_chosen).max())
 
     def _masses(self, scores: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Estimated shares of the attention of each unit `[B, H, n]`, and of what is read anyway `[B, H]`."""
@@ -103,7 +105,7 @@ class ReadBudget:
         return self._agreed(masses.div_(total.unsqueeze(-1))), self._agreed(anyway / total)
 
     def _reach_top_p(self, masses: torch.Tensor, anyway: torch.Tensor) -> torch.Tensor:
-        """The first of these descending masses that reach `top_p` of the whole together with `anyway`."""
+        """The first of these masses that reach `top_p` of the whole together with `anyway`; empty ones come last."""
         missing = self.top_p * (masses.sum(dim=-1) + anyway) - anyway
         before = masses.cumsum(dim=-1) - masses
         return (before < missing.unsqueeze(-1)) & (masses > 0)

@@ -144,12 +144,26 @@ def test_the_largest_masses_are_chosen(group, top_p):
             assert sorted(units[row, head, is_read[row, head]].tolist()) == sorted(chosen)
 
 
-def test_clusters_are_chosen_while_their_tokens_fit():
+def test_clusters_are_chosen_by_their_mass_a_token_while_their_tokens_fit():
     scores, read = random(0, 1, 1, 2, 6), torch.zeros(1, 1, 2)
     sizes = torch.tensor([[[5, 1, 9, 3, 2, 4]]])
     share = torch.cat([scores[0, 0], read[0, 0, :, None]], dim=1).softmax(1).mean(0)[:6]
     order, is_chosen, total = budget(keep_ratio=0.5).choose_sized(scores, read, sizes, 24)
     assert total == 12
-    assert order[0, 0].tolist() == share.argsort(descending=True).tolist()
+    assert order[0, 0].tolist() == (share / sizes[0, 0]).argsort(descending=True).tolist()
+    assert order[0, 0].tolist() != share.argsort(descending=True).tolist()
     ends = sizes[0, 0, order[0, 0]].cumsum(0)
     assert is_chosen[0, 0].tolist() == (ends <= 12).tolist()
+
+
+def test_top_p_reads_a_small_cluster_before_a_large_one_of_the_same_mass():
+    masses, sizes = torch.tensor([0.4, 0.4, 0.1, 0.0]), torch.tensor([[[8, 2, 1, 0]]])
+    order, is_chosen, total = budget(top_p=0.8).choose_sized(
+        masses.log()[None, None, None], torch.tensor([[[0.1]]]).log(), sizes, 11
+    )
+    assert order[0, 0, :3].tolist() == [1, 2, 0]
+    assert is_chosen[0, 0].tolist() == [True, True, True, False]
+    assert total == 11
+    again = budget(top_p=0.55).choose_sized(masses.log()[None, None, None], torch.tensor([[[0.1]]]).log(), sizes, 11)
+    assert again[1][0, 0].tolist() == [True, True, False, False]
+    assert again[2] == 3
