@@ -3,8 +3,9 @@
 Score: attention of the last `observation_window` queries, averaged over them and over the query heads of the group,
 pooled over `kernel_size` neighbouring tokens. Best when the prompt ends with the question; not when it comes later.
 Paper: Li et al. 2024, https://arxiv.org/abs/2404.14469 (a window of 32, pooling over 5 in the authors' code).
-Differs from the paper: queries of the window do not count alike (`window_weights="equal"` for the paper's): the i-th
-last one by 1 / i, so that a question at the end is heard, and without one the text before it is.
+Differs from the paper: the i-th last query counts by 1 / i (`window_weights="equal"` for the paper's mean), so that a
+short question at the end is heard, and without one the text before it; and pooling is over 13 tokens, without which
+small models lose what follows the token that the question looks at.
 """
 
 import torch

@@ -85,7 +85,7 @@ _ALL_SCORER_OPTIONS = (
     Option("scorers", "list", _BLENDED, "policies whose scores a blend adds up", _scorers),
     *_WINDOW_OPTIONS,
     # Beside policies that look for what is unlike the rest, expected attention need not.
-    *_expected_options(0.0003),
+    *_expected_options(0.001),
     *_LAG_OPTIONS,
     *_AVERAGE_OPTIONS,
 )
@@ -117,7 +117,7 @@ POLICIES = (
         "blend",
         "what several policies agree on",
         *_ALL_SCORER_OPTIONS,
-        kernel_size=9,
+        kernel_size=13,
     ),
     _eviction(
         "pyramidkv",
@@ -133,7 +133,7 @@ POLICIES = (
         Option("scorer", "str", "blend", "policy that scores tokens", one_of(*_SCORERS, "blend")),
         Option("safeguard", "float", 0.2, "share of the mean budget that each head keeps", share),
         *_ALL_SCORER_OPTIONS,
-        kernel_size=9,
+        kernel_size=13,
         granularity=False,
     ),
     _eviction(
