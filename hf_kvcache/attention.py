@@ -75,7 +75,9 @@ def merge(outputs: Sequence[torch.Tensor], logsumexps: Sequence[torch.Tensor]) -
         return outputs[0], logsumexps[0]
     stacked = torch.stack(logsumexps)
     weights = stacked.softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)
-    merged = (torch.stack([output.float() for output in outputs]) * weights).sum(dim=0)
+    merged = outputs[0].float() * weights[0]
+    for output, weight in zip(outputs[1:], weights[1:], strict=True):
+        merged.addcmul_(output.float(), weight)
     return merged, stacked.logsumexp(dim=0)
 
 

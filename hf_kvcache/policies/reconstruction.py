@@ -11,11 +11,11 @@ from .base import Held, Queries
 
 # Queries that run at a time. They look at sinks, at their own text in the cache and a little around it, at tokens read
 # again right before, and at a sample of the others: what repeating takes, at a cost that is linear in the length.
-_QUERIES_AT_A_TIME = 256
+_QUERIES_AT_A_TIME = 128
 _NUM_SINKS = 4
 _NUM_BEFORE, _NUM_AFTER = 32, 8  # of the text
 _NUM_OWN = 64
-_NUM_SAMPLED = 192
+_NUM_SAMPLED = 128
 
 
 class ForwardDone(Exception):

@@ -110,7 +110,7 @@ POLICIES = (
     _eviction("leverage", "keys that the others cannot make up", kernel_size=9),
     _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS, kernel_size=5),
     _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
-    _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=5),
+    _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=13),
     _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=9),
     _eviction(
