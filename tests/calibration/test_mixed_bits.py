@@ -66,9 +66,9 @@ def test_heads_that_predictions_do_not_depend_on_get_the_fewest_bits(model, make
     assert len(report.layers) == 3
 
 
-def test_only_full_attention_layers_are_counted(tiny_model):
+def test_only_layers_that_are_encoded_are_counted(tiny_model):
     assert _widths(make_cache(tiny_model("gemma3"), "int4", bits=[8], **SMALL)) == [(8, 8)]
-    with pytest.raises(ValueError, match=r"bits has 2 entries and this model has 1 full-attention layers \(\[1\]\)"):
+    with pytest.raises(ValueError, match=r"bits has 2 entries and this model has 1 layers to encode \(\[1\]\)"):
         make_cache(tiny_model("gemma3"), "int4", bits=[8, 8], **SMALL)
 
 
