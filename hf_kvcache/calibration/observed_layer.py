@@ -50,9 +50,6 @@ class ObservedLayer(AttendingLayer):
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("calibration keeps no tokens.")
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
 
 def measure_statistics(queries: torch.Tensor, keys: torch.Tensor, rotary: Rotary) -> LayerStatistics:
     """Mean, basis and variances of `keys` `[H, T, D]` that `queries` `[Hq, T, D]` look at, both without rotation."""

@@ -56,9 +56,6 @@ class ProbedLayer(AttendingLayer):
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("calibration keeps no tokens.")
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def importance(
         self, gradient: torch.Tensor, statistics: LayerStatistics, rotary: Rotary, old: slice, begin: int
     ) -> torch.Tensor:

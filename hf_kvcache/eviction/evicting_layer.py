@@ -206,8 +206,8 @@ class EvictingLayer(KeptLayer):
 
     # --- contract
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         if self._log is not None:
             self._log.forget(self.seen)
 

@@ -10,7 +10,7 @@ from ..attention import Piece, attend_merged, attend_packed, can_merge
 from ..codecs.base import Shape
 from ..layers.attending_layer import AttendingLayer
 from ..layers.first_slots import FirstSlots
-from ..layers.layer import LayerContext, check_crop
+from ..layers.layer import LayerContext
 from ..layers.layer_state import LayerState
 from ..policies.base import Held
 from ..rotary import Rotary
@@ -189,14 +189,9 @@ class KeptLayer(AttendingLayer):
         held = 0 if self.table is None else self.table.length
         return count <= held
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
-        self.table.crop(count)
-        self.seen -= count
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         self.first_slots.take_back(self.seen)
-        self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:

@@ -15,7 +15,7 @@ from .. import compat
 from ..attention import Piece, attend_merged, attend_packed, can_merge
 from ..blocks.table import Part
 from ..kernels import decode, native
-from .layer import KVLayer, check_crop
+from .layer import KVLayer
 
 # From this many tokens on the decode kernel takes less time than torch's attention, whose products are of few rows.
 MIN_KERNEL_LENGTH = 512
@@ -70,13 +70,6 @@ class BlockLayer(KVLayer):
         if gains and decode.can_serve(query, mask, (keys.shape[-1], values.shape[-1])) and native.library():
             return decode.attend(query, [decode.dense_segment((keys, values))], scaling=scaling, mask=mask), None
         return attend_packed(query, keys, values, mask, scaling), None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if count:
-            self.table.crop(count)
-            self.seen -= count
-            self._give_back_memory()
 
 
 def bytes_of(parts: list[Part]) -> int:

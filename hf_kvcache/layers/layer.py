@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -75,8 +74,16 @@ class KVLayer(LayerSizes, CacheLayerMixin):
         """Store new tokens `[B, Hkv, T, D]` that no query attends to: a cache filled from elsewhere."""
         self.update(key_states, value_states)
 
-    @abstractmethod
-    def crop(self, tokens_to_remove: int) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None:
+        count = check_crop(self, tokens_to_remove)
+        if self.table is not None:
+            self._take_back(count)
+            self._give_back_memory()
+
+    def _take_back(self, count: int) -> None:
+        """Forget the newest `count` tokens, as `can_crop` allows."""
+        self.table.crop(count)
+        self.seen -= count
 
     def can_crop(self, count: int) -> bool:
         """Whether the newest `count` tokens can be forgotten without a trace."""

@@ -7,7 +7,7 @@ Paper: Beltagy et al. 2020, Longformer, https://arxiv.org/abs/2004.05150 (sectio
 
 import torch
 
-from .layer import KVLayer, LayerContext, check_crop
+from .layer import KVLayer, LayerContext
 
 
 class SlidingBlockLayer(KVLayer):
@@ -77,12 +77,7 @@ class SlidingBlockLayer(KVLayer):
         left = self.seen - count
         return left >= 0 and self.stored_length - count >= min(self.sliding_window - 1, left)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
-        self.table.crop(count)
-        self.seen -= count
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         # A crop commits what was recorded: only the window is needed from here on.
         self.table.drop_front(self.seen - self.sliding_window)
-        self._give_back_memory()

@@ -19,7 +19,7 @@ from ..attention import Piece, attend_merged, can_merge
 from ..masks import join_masks, restrict_mask
 from ..rotary import Rotary
 from .attending_layer import AttendingLayer
-from .layer import LayerContext, check_crop
+from .layer import LayerContext
 from .layer_state import LayerState
 from .sinks import Sinks
 
@@ -161,15 +161,10 @@ class SinkWindowLayer(AttendingLayer):
         held = 0 if self.table is None else self.table.length
         return left >= 0 and held - count >= min(self.sliding_window - 1, left)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
-        self.table.crop(count)
-        self.seen -= count
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         self.table.drop_front(self.seen - self.sliding_window)
         self.sinks.take_back(self.seen)
-        self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:

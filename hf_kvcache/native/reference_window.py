@@ -8,7 +8,7 @@ Source: `UnlimitedOcrDynamicReferenceSlidingWindowLayer` in transformers.
 import numpy as np
 import torch
 
-from ..layers.layer import KVLayer, LayerContext, check_crop
+from ..layers.layer import KVLayer, LayerContext
 from ..layers.layer_state import LayerState
 from .stream import Stream
 
@@ -115,10 +115,7 @@ class ReferenceWindowLayer(KVLayer):
             return count <= self.seen
         return self.table.length - count >= min(self.sliding_window - 1, left)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
+    def _take_back(self, count: int) -> None:
         generated = min(count, self._generated)
         if generated == self._generated:
             self.table.restart(self.seen - count)
@@ -128,7 +125,6 @@ class ReferenceWindowLayer(KVLayer):
         self.seen -= count
         # A crop commits what was recorded: only the window is needed from here on.
         self.table.drop_front(self.seen - self.sliding_window)
-        self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         self.prompt.select_rows(rows)

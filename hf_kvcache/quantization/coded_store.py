@@ -6,7 +6,7 @@ import torch
 from ..blocks import Arena, BlockTable, load_table, table_state
 from ..codecs.base import Codec, Shape
 from ..layers.attending_layer import AttendingLayer
-from ..layers.layer import LayerContext, check_crop
+from ..layers.layer import LayerContext
 from ..layers.layer_state import LayerState
 from ..layers.sinks import Sinks
 from ..rotary import Rotary
@@ -124,10 +124,7 @@ class CodedStore(AttendingLayer):
         coded = self._decode(self.coded.start, self.coded.stop)
         return [torch.cat(pair, dim=2) for pair in zip(coded, self.table.materialize(), strict=True)]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
+    def _take_back(self, count: int) -> None:
         left = self.seen - count
         if left >= self.coded_length:
             self.table.crop(count)
@@ -140,7 +137,6 @@ class CodedStore(AttendingLayer):
             self.table.append(kept)
         self.seen = left
         self.sinks.take_back(left)
-        self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:

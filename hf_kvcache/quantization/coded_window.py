@@ -95,9 +95,7 @@ class CodedWindowLayer(CodedLayer):
         left = self.seen - count
         return left >= 0 and (self.table is None or self._first_slot <= max(0, left - self.sliding_window + 1))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.table is not None:
-            # A crop commits what was recorded: only the window is needed from here on.
-            self.coded.drop_front(self._oldest_group)
-            self._give_back_memory()
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
+        # A crop commits what was recorded: only the window is needed from here on.
+        self.coded.drop_front(self._oldest_group)

@@ -14,7 +14,7 @@ from ..attention import attend_packed, can_merge
 from ..blocks import BlockTable, load_table, table_state
 from ..layers.attending_layer import AttendingLayer
 from ..layers.first_slots import FirstSlots
-from ..layers.layer import LayerContext, check_crop
+from ..layers.layer import LayerContext
 from ..layers.layer_state import LayerState
 from ..readers import ReadBudget
 
@@ -96,15 +96,10 @@ class ReadingLayer(AttendingLayer):
 
     # --- contract
 
-    def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(self, tokens_to_remove)
-        if self.table is None:
-            return
-        self.table.crop(count)
-        self.seen -= count
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         self.first.take_back(self.seen)
         self._crop_sides()
-        self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.table is not None:

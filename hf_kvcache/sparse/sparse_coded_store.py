@@ -66,11 +66,10 @@ class SparseCodedStore(CodedLayer):
 
     # --- contract
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         if self.summaries is not None:
             self.summaries.crop(self.summaries.length - self.coded.stop)
-            self._give_back_memory()
 
     def select_rows(self, rows: np.ndarray) -> None:
         if self.summaries is not None:
