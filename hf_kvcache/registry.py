@@ -175,6 +175,12 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
         )
     if given.get("keep") == "selected" and given.get("keep_ratio") is None:
         raise ValueError("keep='selected' keeps a share of the old tokens for good: give keep_ratio, like 0.2.")
+    scorers = given.get("scorers", known["scorers"].default if "scorers" in known else ())
+    if given.get("weights") is not None and len(given["weights"]) != len(scorers):
+        raise ValueError(
+            f"weights={given['weights']} does not say how much each of scorers={list(scorers)} counts: give a number "
+            "for each, or leave weights out."
+        )
     check_together(given)
     return {key: given.get(key, option.default) for key, option in known.items()}
 

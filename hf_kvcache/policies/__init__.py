@@ -23,6 +23,8 @@ from .tova import Tova
 
 __all__ = ["Policy", "build_policy"]
 
+_WEIGHTS = {"expected_attention": 1.5}  # in a blend; 1 for all others
+
 
 def build_policy(
     name: str,
@@ -87,7 +89,8 @@ def build_policy(
             return PyramidKV(scorer, beta=options["beta"], layer=layer, num_layers=num_layers)
         case "blend":
             scorers = [build_policy(scorer, options, **place) for scorer in options["scorers"]]
-            return Blend(scorers, num_sink_tokens=sinks)
+            weights = options["weights"] or [_WEIGHTS.get(scorer, 1.0) for scorer in options["scorers"]]
+            return Blend(scorers, weights, num_sink_tokens=sinks)
         case "adakv":
             return AdaKV(build_policy(options["scorer"], options, **place), safeguard=options["safeguard"])
     raise ValueError(f"unknown policy {name!r}")

@@ -55,6 +55,11 @@ def _scorers(value: Any) -> str | None:
     return None if is_list else "a list of " + ", ".join(map(repr, _SCORERS))
 
 
+def _weights(value: Any) -> str | None:
+    is_list = isinstance(value, (list, tuple)) and value and all(number_at_least(0)(weight) is None for weight in value)
+    return None if value is None or is_list else "a list of numbers of at least 0, or None"
+
+
 _WINDOW_OPTIONS = (
     Option("observation_window", "int", 32, "last queries that vote", at_least(1)),
     Option(
@@ -83,9 +88,10 @@ _EXPECTED_OPTIONS = _expected_options(0.003)
 _BLENDED = ("expected_attention", "keydiff", "leverage")
 _ALL_SCORER_OPTIONS = (
     Option("scorers", "list", _BLENDED, "policies whose scores a blend adds up", _scorers),
+    Option("weights", "list | None", None, "how much each counts (1.5 for expected_attention, 1 for others)", _weights),
     *_WINDOW_OPTIONS,
     # Beside policies that look for what is unlike the rest, expected attention need not.
-    *_expected_options(0.001),
+    *_expected_options(0.0001),
     *_LAG_OPTIONS,
     *_AVERAGE_OPTIONS,
 )

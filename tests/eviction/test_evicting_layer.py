@@ -316,6 +316,10 @@ def test_what_cannot_be_is_refused(tiny_model, make_ids, run):
     model, ids = tiny_model("llama"), make_ids(2, 40)
     with pytest.raises(ValueError, match="leaves no room beside 20 sinks and recent tokens"):
         make_cache(model, "snapkv", budget=20)
+    with pytest.raises(ValueError, match=r"weights=\[1, 2\] does not say how much each of scorers=.* counts"):
+        make_cache(model, "blend", weights=[1, 2])
+    with pytest.raises(ValueError, match=r"weights=\[-1\] is not allowed"):
+        make_cache(model, "adakv", scorers=["keydiff"], weights=[-1])
     with pytest.raises(ValueError, match="budget and keep_ratio all say how much is kept"):
         make_cache(model, "snapkv", budget=200, keep_ratio=0.5)
     with pytest.raises(ValueError, match="evicts nothing"):

@@ -207,17 +207,17 @@ def test_leverage_is_of_the_unturned_keys_of_each_rows_own_tokens(tiny_model):
 
 
 def test_blend_adds_scores_in_standard_deviations(queries, held):
-    parts = [KeyDiff(), H2O(average=False)]
-    blend = Blend(parts, num_sink_tokens=3)
+    parts, weights = [KeyDiff(), H2O(average=False)], [1.0, 1.5]
+    blend = Blend(parts, weights, num_sink_tokens=3)
     observer = blend.new_observer()
     observer.see(queries, held.first_slot, lambda: [held])
     scores = blend.scores(held, observer)
     for row, head in each_head():
         begin, total = FIRST[row], 0
-        for part, own in zip(parts, observer.members, strict=True):
+        for part, weight, own in zip(parts, weights, observer.members, strict=True):
             own = part.scores(held, own)[row, head, begin:]
             own = own.log() if isinstance(part, H2O) else own
-            total = total + (own - own[3:].mean()) / own[3:].std(correction=0)
+            total = total + weight * (own - own[3:].mean()) / own[3:].std(correction=0)
         torch.testing.assert_close(scores[row, head, begin:], total, atol=1e-4, rtol=1e-4)
 
 
@@ -378,3 +378,11 @@ def test_retrieval_heads_are_those_that_look_up_what_came_before(tiny_model):
     cache = make_cache(model, "duo_attention", budget=40, pattern=[[0.1, 0.9], [0.5, 0.2]])
     places = [layer.policy.places for layer in cache.layers]
     assert places == [[3, 0], [1, 2]]
+
+
+def test_weights_of_a_blend_are_those_given_or_lean_to_expected_attention(tiny_model):
+    model = tiny_model("llama")
+    policy = make_cache(model, "blend").layers[0].policy
+    assert (list(map(type, policy.scorers)), policy.weights) == ([ExpectedAttention, KeyDiff, Leverage], [1.5, 1, 1])
+    assert make_cache(model, "blend", weights=[0, 1, 2.5]).layers[0].policy.weights == [0, 1, 2.5]
+    assert make_cache(model, "adakv", scorers=["h2o", "knorm"]).layers[0].policy.scorer.weights == [1, 1]
