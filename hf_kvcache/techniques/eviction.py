@@ -20,7 +20,6 @@ _BUDGET = (
     Option("keep_ratio", "float | None", None, "tokens kept of those seen (0.5 if nothing is given)", optional_ratio),
     Option("budget_bytes", "int | None", None, "bytes that a sequence keeps", at_least(1, optional=True)),
     Option("num_sink_tokens", "int", 4, "first tokens that are never evicted", at_least(0)),
-    Option("num_recent_tokens", "int", 16, "newest tokens that are never evicted", at_least(1)),
     Option(
         "positions",
         "str",
@@ -61,7 +60,7 @@ def _weights(value: Any) -> str | None:
 
 
 _WINDOW_OPTIONS = (
-    Option("observation_window", "int", 32, "last queries that vote", at_least(1)),
+    Option("observation_window", "int", 64, "last queries that vote", at_least(1)),
     Option(
         "window_weights",
         "str",
@@ -98,13 +97,20 @@ _ALL_SCORER_OPTIONS = (
 
 
 def _eviction(
-    name: str, summary: str, *options: Option, kernel_size: int = 1, when: bool = True, granularity: bool = True
+    name: str,
+    summary: str,
+    *options: Option,
+    kernel_size: int = 1,
+    num_recent_tokens: int = 16,
+    when: bool = True,
+    granularity: bool = True,
 ) -> Technique:
+    recent = Option("num_recent_tokens", "int", num_recent_tokens, "newest tokens that are never evicted", at_least(1))
     pooling = (
         Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", odd),
         Option("pooling", "str", "mean", "how scores of neighbours are joined", one_of("mean", "max")),
     )
-    common = (*_BUDGET, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
+    common = (*_BUDGET, recent, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
     return Technique(name, 9, "retention", summary, False, (*common, *options))
 
 
@@ -117,7 +123,10 @@ POLICIES = (
     _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS, kernel_size=5),
     _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
     _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=13),
-    _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
+    # As in the paper, the queries that vote stay.
+    _eviction(
+        "snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13, num_recent_tokens=64
+    ),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=9),
     _eviction(
         "blend",
@@ -129,7 +138,7 @@ POLICIES = (
         "pyramidkv",
         "more tokens in lower layers",
         Option("scorer", "str", "snapkv", "policy that scores tokens", one_of(*_SCORERS, "blend")),
-        Option("beta", "float", 2.0, "the last layer keeps 1 / beta of the mean", number_at_least(1)),
+        Option("beta", "float", 1.5, "the last layer keeps 1 / beta of the mean", number_at_least(1)),
         *_ALL_SCORER_OPTIONS,
         kernel_size=13,
     ),
