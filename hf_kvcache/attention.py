@@ -9,8 +9,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 # Arguments that change the softmax itself; with any of them set, pieces cannot be merged by their log-sum-exp alone.
 _SOFTMAX_ARGUMENTS = ("softcap", "s_aux", "position_bias", "output_attentions")
-# Queries whose scores are in memory at once, where no kernel does without them.
-_QUERIES_AT_A_TIME = 256
 
 
 class Piece(NamedTuple):
@@ -118,28 +116,6 @@ def attend_with_logsumexp(
     # A row that sees nothing here has an lse of -inf: its weight in the merge is 0, its output must stay finite.
     weights = (scores - logsumexp.unsqueeze(-1)).exp().nan_to_num(0.0)
     return torch.matmul(weights.to(value.dtype), value), logsumexp
-
-
-def attend_causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_padding: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of tokens `[B, H, T, D]` to themselves and those before, without padding `[B, T]`, and its log-sum-exp.
-
-    A query that is padding may see nothing: its log-sum-exp is -inf then.
-    """
-    if is_padding is None and query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, 0.0, True, scale=scale)
-    outputs, places = [], torch.arange(query.shape[2], device=query.device)
-    for part in places.split(_QUERIES_AT_A_TIME):
-        stop = int(part[-1]) + 1
-        mask = (places[:stop] <= part[:, None])[None, None]
-        if is_padding is not None:
-            mask = mask & ~is_padding[:, None, None, :stop]
-        near = (state[:, :, :stop] for state in (key, value))
-        outputs.append(attend_with_logsumexp(query[:, :, part[0] : stop], *near, mask, scale))
-    output, logsumexp = zip(*outputs, strict=True)
-    return torch.cat(output, dim=2), torch.cat(logsumexp, dim=2)
 
 
 def few_products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

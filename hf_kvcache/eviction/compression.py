@@ -38,7 +38,9 @@ def reconstruct_and_evict(model: Any, cache: Any, input_ids: torch.Tensor) -> No
         )
     if first.plan.budget.keeps_all(past):
         return
-    reads = _read_again(model, cache, input_ids, first.policy.new_reading, first.policy.chunk_length)
+    # The newest tokens stay anyway: nobody has to find them.
+    ids = input_ids[:, : max(1, count - first.plan.num_recent_tokens)]
+    reads = _read_again(model, cache, ids, past - count, first.policy.new_reading, first.policy.chunk_length)
     for layer, read in zip(layers, reads, strict=True):
         layer.note_reading(read)
     held = [layer.held() for layer in layers]
@@ -82,28 +84,26 @@ def retrieval_scores(model: Any, make_cache: Callable[[], Any]) -> list[list[flo
         cache = make_cache()
         with torch.no_grad():
             model.get_decoder()(input_ids=ids, use_cache=True, **{compat.CACHE_ARG: cache})
-        probes = _read_again(model, cache, ids, InductionProbe, _PROBE_LENGTH)
+        probes = _read_again(model, cache, ids, 0, InductionProbe, _PROBE_LENGTH)
         _head_scores[model] = [probe.strength.tolist() for probe in probes]
     return _head_scores[model]
 
 
 @torch.no_grad()
 def _read_again(
-    model: Any, cache: Any, input_ids: torch.Tensor, kind: Callable[..., Reconstruction], chunk_length: int
+    model: Any, cache: Any, input_ids: torch.Tensor, start: int, kind: Callable[..., Reconstruction], chunk_length: int
 ) -> list[Reconstruction]:
-    """What a second reading of `input_ids`, `chunk_length` tokens at a time, shows in each evicting layer."""
-    # Evicting layers store nothing while they score; windows and states read along from the prompt's end.
+    """What a second reading of slots from `start` on, `chunk_length` at a time, shows in each evicting layer."""
     reading = copy.copy(cache)
-    forks = {index: layer.fork() for index, layer in enumerate(cache.layers) if evicting_layers([layer])}
-    layers = evicting_layers(list(forks.values()))
-    for layer in layers:
-        layer.reconstruction = kind(layer.held(), is_last=layer is layers[-1])
-    first_slot, past = layers[0].first_slot, layers[0].seen
-    count = input_ids.shape[1]
-    for offset in range(0, count, chunk_length):
+    first = evicting_layers(cache.layers)[0]
+    first_slot, past = first.first_slot, first.seen
+    reads: list[Reconstruction] = []
+    for offset in range(0, input_ids.shape[1], chunk_length):
         chunk = input_ids[:, offset : offset + chunk_length]
-        begin = past - count + offset
-        reading.layers = [forks[i] if i in forks else copy.deepcopy(own) for i, own in enumerate(cache.layers)]
+        begin = start + offset
+        reading.layers = [_read_along(layer) for layer in cache.layers]
+        layers = evicting_layers(reading.layers)
+        reads = reads or [kind(layer.held(), is_last=layer is layers[-1]) for layer in layers]
         slots = torch.arange(past + chunk.shape[1], device=first_slot.device)
         # A token is padding in the second reading where it was in the first.
         is_real = torch.where(slots < past, slots, slots - past + begin) >= first_slot[:, None]
@@ -114,8 +114,18 @@ def _read_again(
         is_padded = not bool(is_real.all())
         if is_padded:
             inputs["attention_mask"] = is_real.to(chunk.device).long()
-        for layer in layers:
-            layer.reconstruction.begin_chunk(begin, ~is_real[:, past:].to(layer.device) if is_padded else None)
+        for layer, read in zip(layers, reads, strict=True):
+            read.begin_chunk(begin, ~is_real[:, past:].to(layer.device) if is_padded else None)
+            layer.reconstruction = read
         with contextlib.suppress(ForwardDone):
             model.get_decoder()(**inputs)
-    return [layer.reconstruction for layer in layers]
+    return reads
+
+
+def _read_along(layer: Any) -> Any:
+    """A layer that stands at the end of the prompt as `layer` does, and may go on from there.
+
+    Evicting layers store nothing while they score. Windows and states do, in copies, which are small: a fork would have
+    its window's room made in the memory of the cache.
+    """
+    return layer.fork() if evicting_layers([layer]) else copy.deepcopy(layer)

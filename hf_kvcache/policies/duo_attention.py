@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from .base import Held, Observer, Policy
-from .reconstruction import Reconstruction
+from .reconstruction import Reconstruction, Text
 from .selection import best_of_each_head
 
 
@@ -54,11 +54,10 @@ class InductionProbe(Reconstruction):
         super().__init__(held, looks_at_all=True, is_last=is_last)
         self.strength = torch.zeros(held.slots.shape[1], device=held.slots.device)
 
-    def note(self, scores: torch.Tensor, start: int) -> None:
-        # The second reading begins at the slot after the last of the first.
-        length = scores.shape[-1]
-        following = start - length + 1 + torch.arange(scores.shape[3], device=scores.device)
-        places = torch.arange(len(following), device=scores.device)[following < length]
-        looked_up = scores[:, :, :, places, following[places]].exp()  # [B, Hkv, G, T]
+    def note(self, weights: torch.Tensor, text: Text, begin: int) -> None:
+        following = torch.arange(begin + 1, begin + 1 + weights.shape[3], device=weights.device)
+        following = following[following < weights.shape[-1]]
+        places = torch.arange(len(following), device=weights.device)
+        looked_up = weights[:, :, :, places, following]  # [B, Hkv, G, T]
         # A KV head retrieves if any query head of its group does.
         self.strength += looked_up.sum(dim=(0, 3)).amax(dim=-1)

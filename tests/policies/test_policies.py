@@ -1,13 +1,11 @@
 """Each policy's scores against its formula, written out for one row and one head at a time."""
 
-import functools
 import math
 
 import pytest
 import torch
 
 from hf_kvcache import make_cache
-from hf_kvcache.eviction.compression import _read_again, retrieval_scores
 from hf_kvcache.policies.base import Held, Queries
 from hf_kvcache.policies.blend import Blend
 from hf_kvcache.policies.expected_attention import ExpectedAttention
@@ -19,7 +17,6 @@ from hf_kvcache.policies.leverage import Leverage
 from hf_kvcache.policies.observers import attention_weights
 from hf_kvcache.policies.pyramidkv import PyramidKV
 from hf_kvcache.policies.random import Random
-from hf_kvcache.policies.reconstruction import Reconstruction
 from hf_kvcache.policies.selection import best_of_all_heads, best_of_all_layers, best_of_each_head, smooth
 from hf_kvcache.policies.snapkv import SnapKV
 from hf_kvcache.policies.streaming_llm import StreamingLLM
@@ -311,73 +308,6 @@ def test_all_heads_keep_the_same_tokens_where_asked(tiny_model, run, make_ids):
         cache.compress()
         slots = [layer.held().slots for layer in cache.layers]
         assert all(torch.equal(s[:, 0], s[:, 1]) for s in slots) == alike
-
-
-@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("chunk_length", [64, 23])
-@pytest.mark.parametrize("looks", ["near", "all"])
-def test_kvzip_scores_are_the_highest_weights_of_a_second_reading(
-    looks, is_padded, chunk_length, tiny_model, run, make_ids, left_pad, monkeypatch
-):
-    """Against the attention weights of the model itself, eager, under a mask that says what each query looks at."""
-    model = tiny_model("llama")
-    first, slots = torch.tensor([[0], [17 if is_padded else 0]]), torch.arange(40)
-    ids, mask = left_pad(make_ids(2, 40), [40, 40 - int(first[1])])
-    cache = make_cache(model, "kvzip", budget=25)
-    run(model, cache, ids, mask)
-    sizes = {"QUERIES_AT_A_TIME": 10, "NUM_BEFORE": 3, "NUM_AFTER": 2, "NUM_SINKS": 2, "NUM_OWN": 4, "NUM_SAMPLED": 4}
-    for name, value in sizes.items():
-        monkeypatch.setattr(f"hf_kvcache.policies.reconstruction._{name}", value)
-    kind = functools.partial(Reconstruction, looks_at_all=looks == "all")
-    reads = _read_again(model, cache, ids, kind, chunk_length)
-    model.set_attn_implementation("eager")
-    expected = [torch.zeros(2, 2, 40) for _ in reads]
-    sinks = ((slots >= first) & (slots < first + 2)).any(0)  # those of one row are seen in the others too
-    for begin in range(0, 40, chunk_length):
-        again = slots[begin : begin + chunk_length]
-        both, positions = torch.cat([ids, ids[:, again]], 1), torch.arange(40 + len(again)) - first
-        positions[:, 40:] -= (first - begin).clamp(min=0)  # no gap for padding
-        block = (again - begin) // 10 * 10 + begin  # where the queries that run together begin
-        stop = torch.minimum(block + 10, again[-1] + 1)
-        near = (slots >= block[:, None] - 3) & (slots < stop[:, None] + 2) | sinks
-        own = (again >= block[:, None] - 4) & (again <= again[:, None])
-        if looks == "all":
-            near, own = torch.ones_like(near), again <= again[:, None]
-        bias = torch.full((2, 40 + len(again), 40 + len(again)), torch.finfo(torch.float32).min)
-        bias[:, :40, :40] = bias[:, :40, :40].triu(1)
-        bias[:, 40:, :40][:, near] = 0.0
-        bias[:, 40:, 40:][:, own] = 0.0
-        scored = near.clone()
-        for row, is_near in enumerate(near):  # a sample stands for what is not near, another one for each block
-            if len(far := (~is_near).nonzero().squeeze(1)):
-                stride = -(-len(far) // 4)
-                sample = far[row // 10 % stride :: stride]
-                bias[:, 40 + row, sample] = math.log(len(far) / len(sample))
-                scored[row, sample] = True
-        bias = bias.masked_fill(~torch.cat([mask, mask[:, again]], 1)[:, None].bool(), torch.finfo(torch.float32).min)
-        with torch.no_grad():
-            out = model(both, attention_mask=bias[:, None], position_ids=positions.clamp(min=0), output_attentions=True)
-        for most, weights in zip(expected, out.attentions, strict=True):
-            real = (
-                (weights[:, :, 40:, :40] / bias[:, None, 40:, :40].clamp(min=0.0).exp())
-                * mask[:, None, again, None]
-                * scored
-            )
-            most.copy_(torch.maximum(most, real.unflatten(1, (2, 2)).amax(dim=(2, 3))))
-    for read, most in zip(reads, expected, strict=True):
-        is_real = mask[:, None].bool().expand_as(most)
-        torch.testing.assert_close(read.most[is_real], most[is_real], atol=1e-5, rtol=1e-4)
-
-
-def test_retrieval_heads_are_those_that_look_up_what_came_before(tiny_model):
-    model = tiny_model("llama")
-    scores = retrieval_scores(model, lambda: make_cache(model, "streaming_llm"))
-    assert [len(heads) for heads in scores] == [2, 2]
-    assert all(0 < score < 256 for heads in scores for score in heads)
-    assert retrieval_scores(model, None) is scores  # once a model
-    cache = make_cache(model, "duo_attention", budget=40, pattern=[[0.1, 0.9], [0.5, 0.2]])
-    places = [layer.policy.places for layer in cache.layers]
-    assert places == [[3, 0], [1, 2]]
 
 
 def test_weights_of_a_blend_are_those_given_or_lean_to_expected_attention(tiny_model):
