@@ -63,7 +63,7 @@ struct Estimate {
   const float* mean;    // [rows, heads, dim]: their product with a query is added to its scores, or null
   float added, spread;  // added to all scores; of bounds
   int32_t has_bounds;   // the key is the largest and the smallest value of each channel
-  int32_t rounds;       // queries are rotated as the key, then rounded to 8 bits
+  int32_t rounds;       // queries are rotated as the key, if it is, then rounded to 8 bits
 };
 
 // Which units of tokens the last segment of `attention` reads: those of the largest estimated mass.

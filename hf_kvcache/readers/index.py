@@ -14,7 +14,7 @@ from ..blocks.arena import Plane
 from ..codecs.packing import pack, unpack
 from ..codecs.rotated import rotation
 from ..kernels import structs
-from .base import Reader
+from .base import Reader, mean_key, round_to_bytes
 
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3)
 _STEP = 0.9957  # of the best uniform quantizer with four levels for a normal distribution (Max 1960, table II)
@@ -36,8 +36,7 @@ class KeyIndex(Reader):
         return (codes, Plane(num_heads, self.block_size, torch.float16))
 
     def fit(self, keys, is_token):
-        weight = is_token[:, None, :, None].float()
-        return [(keys.float() * weight).sum(dim=2, keepdim=True) / weight.sum(dim=2, keepdim=True).clamp(min=1)]
+        return [mean_key(keys, is_token)]
 
     def summarise(self, keys, fitted):
         rotated = _rotate(keys.float() - fitted[0])
@@ -58,9 +57,7 @@ class KeyIndex(Reader):
         return [plane.unflatten(2, (-1, self.block_size)).flatten(3) for plane in planes]
 
     def prepare(self, query, fitted):
-        rotated = _rotate(query.float())
-        step = rotated.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / 127
-        return (rotated / step).round_() * step, (query.float() * fitted[0]).sum(dim=-1)
+        return round_to_bytes(_rotate(query.float())), (query.float() * fitted[0]).sum(dim=-1)
 
     def rows(self, summaries):
         codes = unpack(summaries[0].unflatten(3, (self.block_size, -1)), 2).flatten(2, 3)  # [B, H, T, D]
@@ -69,7 +66,7 @@ class KeyIndex(Reader):
     def estimate(self, planes, fitted, head_dim, blocks=1):
         if head_dim % 16:
             return None
-        key = structs.index_store(*planes, rotation(head_dim), blocks * self.block_size)
+        key = structs.index_store(*planes, head_dim, 2, blocks * self.block_size, rotation(head_dim))
         return structs.Estimate(key=key, per_slot=blocks * self.block_size, mean=fitted[0].data_ptr(), rounds=True)
 
 

@@ -69,7 +69,7 @@ class Oracle:
             pages = [
                 p.unflatten(3, (layer.group_length // unit, -1)).flatten(2, 3) for p in layer.summaries.materialize()
             ]
-            estimates = layer.reader.scores(packed, pages, [])
+            estimates = layer.reader.scores(packed, pages, layer.fitted)
         is_read = torch.zeros(*scores.shape[:2], 1, scores.shape[3], dtype=torch.bool)
         is_read[..., length:] = True
         is_read |= is_sink[:, None, None]
