@@ -78,7 +78,8 @@ class Choice(ctypes.Structure):
         ("blocks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("blocks_row", "block_units", "count", "is_mean")),
         ("top_p", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("ids", "slots", "scores")),
+        *((name, ctypes.c_void_p) for name in ("ids", "slots", "scores", "rest")),
+        ("rest_share", ctypes.c_double),
         ("taken", ctypes.c_int64),
     ]
 

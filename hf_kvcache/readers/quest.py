@@ -1,7 +1,7 @@
 """Quest: bound the scores of a block's keys by the smallest and largest value of each channel.
 
-Stores two keys a block in 4 bits: 6% of the bytes of 16-bit keys and values for blocks of 4 tokens at head dimension 64,
-all of which each step reads. Reads whole blocks. Small blocks matter more than exact bounds: on SmolLM2 the KL
+Stores two keys a block in 4 bits: 6% of the bytes of 16-bit keys and values for blocks of 4 tokens at head dimension
+64, all of which each step reads. Reads whole blocks. Small blocks matter more than exact bounds: on SmolLM2 the KL
 divergence at blocks of 4 is less than half of that at 8, and 4 bits leave it where 16 have it. Tokens chosen singly
 (`index`) are better still.
 Paper: Tang et al. 2024, https://arxiv.org/abs/2406.10774.
@@ -15,7 +15,7 @@ import torch
 from ..blocks.arena import Plane
 from ..codecs.packing import pack, unpack
 from ..kernels import structs
-from .base import Reader, mean_key, round_to_bytes, to_float16
+from .base import Reader, mean_state, round_to_bytes, to_float16
 
 _BITS = 4
 _MIDDLE = (2**_BITS - 1) / 2  # a code stands for itself less this, times the scale
@@ -44,7 +44,7 @@ class Quest(Reader):
         return (Plane(num_heads, 2 * head_dim * _BITS // 8, torch.uint8), Plane(num_heads, 1, torch.float16))
 
     def fit(self, keys, is_token):
-        return [mean_key(keys, is_token)]
+        return [mean_state(keys, is_token)]
 
     def summarise(self, keys, fitted):
         blocks = (keys.float() - fitted[0]).unflatten(2, (-1, self.block_size))

@@ -22,7 +22,6 @@ def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Tech
     return Technique(name, number, "reading", summary, False, (*common, *options))
 
 
-
 def _page(length: int) -> Option:
     """Smaller pages read what a query needs more exactly, for twice the summaries."""
     return Option("block_size", "int", length, "tokens a block, and a page that is read as a whole", at_least(1))
@@ -30,7 +29,11 @@ def _page(length: int) -> Option:
 
 _CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", at_least(1))
 READERS = (
-    _reading("index", "tokens, by a 2-bit copy of the keys"),
+    _reading(
+        "index",
+        "tokens, by a 2-bit copy of the keys",
+        Option("unread", "float", 0.5, "share of the attention to unread exact tokens that the mean value gets", share),
+    ),
     _reading(
         "quest",
         "blocks, by the bounds of their keys",

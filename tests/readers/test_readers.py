@@ -8,7 +8,7 @@ from hf_kvcache.readers import ReadBudget, build_reader
 pytestmark = pytest.mark.core
 
 SIZE = 8
-OPTIONS = {"block_size": SIZE, "spread": 1.0, "num_channels": 5}
+OPTIONS = {"block_size": SIZE, "spread": 1.0, "num_channels": 5, "unread": 0.5}
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:

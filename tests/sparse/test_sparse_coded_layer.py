@@ -270,3 +270,8 @@ def test_pages_must_fit_groups_and_the_tail_recent_tokens(tiny_model):
         make_cache(model, "quest+int4", q_group_size=32, bits=[[[2, 4], 4], 4])
     layers = make_cache(model, "quest+int4", q_group_size=32, dense_layers=1).layers
     assert [type(layer) for layer in layers] == [CodedLayer, SparseCodedLayer]
+
+
+def test_nothing_stands_for_what_is_not_read_of_encoded_tokens(tiny_model):
+    with pytest.raises(ValueError, match="give unread to 'index' of exact tokens alone"):
+        make_cache(model_of(tiny_model), "index+int4", unread=0.5)
