@@ -36,10 +36,13 @@ def attend_packed(
 ) -> torch.Tensor:
     """Attention of one query a head, `[B, Hq, 1, D]`, on the KV heads as they are stored: `[B, 1, Hq, Dv]`.
 
-    The query heads of a KV head are the rows of one query matrix, so that keys and values are read once.
+    The query heads of a KV head are the rows of one query matrix, so that keys and values are read once. A mask is one
+    for all heads, one for each KV head, or one for each query head.
     """
     rows, heads, _, dim = query.shape
     packed = query.view(rows, key.shape[1], -1, dim)
+    if mask is not None and mask.shape[1] == heads != key.shape[1]:
+        mask = mask.view(rows, key.shape[1], -1, mask.shape[3])
     output = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(rows, 1, heads, -1)
 

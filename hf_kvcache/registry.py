@@ -156,6 +156,10 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"cache {name!r} has no option {key!r}{_nearest(key, known)}")
         if (allowed := known[key].check(value)) is not None:
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
+    if "unread" in given and any(technique.role == "encoding" for technique in techniques):
+        raise ValueError(
+            f"cache {name!r} leaves out what it does not read: give unread to 'index' of exact tokens alone."
+        )
     if given.get("layers") is not None and given.get("global_every") is not None:
         raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
     amounts = [key for key in ("budget", "keep_ratio", "budget_bytes", "top_p") if given.get(key) is not None]

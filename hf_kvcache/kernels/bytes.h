@@ -1,4 +1,4 @@
-// Products of 2-bit codes with queries in 8 bits, in integers: four codes of a token meet four channels in one lane.
+// Products of 2-bit and 4-bit codes with queries in 8 bits, in integers: four codes meet four channels in one lane.
 #pragma once
 #include "vec.h"
 
@@ -20,9 +20,10 @@ inline IntVec add_products(IntVec acc, WideBytes codes, WideBytes factors) {
 #endif
 }
 
-// The lower two bits of every byte, `shift` bits up. Bytes borrow bits of their neighbours, which the mask takes away.
-inline WideBytes crumbs(WideBytes bytes, int shift) {
-  return (WideBytes)((IntVec)bytes >> shift) & (WideBytes)(IntVec{} + 0x03030303);
+// The `Bits` bits of every byte that lie `shift` bits up. Bytes borrow bits of their neighbours, which the mask takes away.
+template <int Bits>
+WideBytes pieces(WideBytes bytes, int shift) {
+  return (WideBytes)((IntVec)bytes >> shift) & (WideBytes)(IntVec{} + 0x01010101 * ((1 << Bits) - 1));
 }
 
 // `count` (a power of two, at most kLanes) vectors of parts, token after token, to one vector of sums a token.

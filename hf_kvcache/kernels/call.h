@@ -63,10 +63,11 @@ struct Estimate {
   const float* mean;    // [rows, heads, dim]: their product with a query is added to its scores, or null
   float added, spread;  // added to all scores; of bounds
   int32_t has_bounds;   // the key is the largest and the smallest value of each channel
-  int32_t rounds;       // queries are rotated as the key, then rounded to 8 bits
+  int32_t rounds;       // queries are rotated as the key, if it is, then rounded to 8 bits
 };
 
-// Which units of tokens the last segment of `attention` reads: those of the largest estimated mass.
+// Which units of tokens the last segment of `attention` reads, or the last but one before the rest: those of the largest
+// estimated mass.
 struct Choice {
   Call* attention;  // all other segments are read anyway: what they have of the attention is left for no unit
   Estimate estimate;
@@ -79,5 +80,7 @@ struct Choice {
   double top_p;            // choose until what is read has this share of the estimated attention, or 0: choose `count`
   int64_t *ids, *slots;    // [rows, heads, count]: where the chosen units lie, in order, and their first slots, or -1
   float* scores;           // [rows, heads, queries, count] of the chosen units, or null
+  float* rest;             // [rows, heads, queries], or null: the score of the last segment, a token that stands for all
+  double rest_share;       // units that are not read, with this share of their estimated mass
   int64_t taken;           // written: units of the row and head that has the most; the others are filled up to it
 };

@@ -12,6 +12,9 @@
 
 namespace {
 
+// The segment of what is chosen; those before it are read anyway.
+inline int64_t chosen_index(const Choice& choice) { return choice.attention->num_segments - (choice.rest ? 2 : 1); }
+
 // A thread's work at a choice.
 class Chooser {
  public:
@@ -46,7 +49,11 @@ class Chooser {
   int64_t choose(int64_t pair, Shares shares) {
     score_exact(pair);
     const float share = shares.merge(exact.data(), choice.is_mean);
-    return take(pair, shares, share);
+    const int64_t taken = take(pair, shares, share);
+    for (int64_t m = 0; choice.rest && m < call.queries; ++m)
+      choice.rest[pair * call.queries + m] =
+          shares.log_rest(m, places.get(), taken) + (float)std::log(choice.rest_share);
+    return taken;
   }
 
   // Floats that a pair needs.
@@ -88,7 +95,7 @@ class Chooser {
   void score_exact(int64_t pair) {
     exact_queries.move_to(call, pair);
     std::fill(exact.begin(), exact.end(), kNone);
-    for (int64_t index = 0; index + 1 < call.num_segments; ++index) {
+    for (int64_t index = 0; index < chosen_index(choice); ++index) {
       const Segment& segment = call.segments[index];
       for (int64_t begin = 0; begin < segment.length; begin += split_length(segment)) {
         const int64_t stop = std::min(segment.length, begin + split_length(segment));
@@ -159,7 +166,7 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
   const Call &attention = *choice.attention, &call = estimates.call;
   const Segment& units = call.segments[0];
   const int64_t pairs = call.rows * call.heads, splits = num_splits(units);
-  const Shares shares(call.queries, choice.num_units, split_length(units));
+  const Shares shares(call.queries, choice.num_units, split_length(units), choice.rest);
   const int64_t size = Chooser::size(choice, shares);
   // One thread is done with a pair before it begins the next, and finds the same memory in its cache.
   const int64_t apart = call.num_threads > 1 ? size : 0;
@@ -183,7 +190,7 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
     std::fill(choice.ids + pair * room + taken[pair], choice.ids + pair * room + most, 0);
     std::fill(choice.slots + pair * room + taken[pair], choice.slots + pair * room + most, -1);
   }
-  Segment& chosen = choice.attention->segments[attention.num_segments - 1];
+  Segment& chosen = choice.attention->segments[chosen_index(choice)];
   chosen.length = most * choice.unit;
   hf_kvcache_decode(choice.attention);
 }

@@ -13,7 +13,7 @@ import torch
 
 from ..codecs.base import StoredForm
 from . import native, structs
-from .decode import Call, Segment, set_coded_stores
+from .decode import Call, Segment, dense_segment, set_coded_stores
 
 _NO_STOP = 2**62
 
@@ -38,6 +38,13 @@ class Units(NamedTuple):
     count: int
     top_p: float | None
     is_mean: bool
+
+
+class Rest(NamedTuple):
+    """What stands for units that are not read: a value `[B, Hkv, 1, Dv]`, and its share of their estimated mass."""
+
+    value: torch.Tensor
+    share: float
 
 
 class UnitSinks(NamedTuple):
@@ -79,6 +86,7 @@ class ChosenCall:
         rows: of a query, and its heads.
         sinks: as for `decode.attend`.
         keeps_scores: the estimates of the chosen units, which are tokens, are their scores.
+        rest: what stands for the units that are not read; None: nothing.
     """
 
     def __init__(
@@ -93,8 +101,12 @@ class ChosenCall:
         num_heads: int,
         sinks: tuple[torch.Tensor, int] | None = None,
         keeps_scores: bool = False,
+        rest: Rest | None = None,
     ):
-        self.call = Call([*exact, chosen], rows=rows, num_heads=num_heads, sinks=sinks)
+        last = [] if rest is None else [dense_segment((rest.value, rest.value))]
+        self.call = Call([*exact, chosen, *last], rows=rows, num_heads=num_heads, sinks=sinks)
+        self._num_exact = len(exact)
+        self._rest = self.call.segments[len(exact) + 1] if last else None
         self._exact_length = sum(segment.struct.length for segment in exact)
         self._shape = (rows, self.call.struct.heads, units.count)
         self._keeps_scores = keeps_scores
@@ -106,6 +118,7 @@ class ChosenCall:
         choice.unit, choice.num_units, choice.count = units.unit, units.length, units.count
         choice.blocks, choice.blocks_row = units.blocks.ctypes.data, units.blocks.strides[0] // 8
         choice.block_units, choice.top_p, choice.is_mean = units.block_units, units.top_p or 0.0, units.is_mean
+        choice.rest_share = 0.0 if rest is None else rest.share
         choice.num_sinks, choice.sinks_are_apart = unit_sinks.count, unit_sinks.are_apart
         if unit_sinks.first_slot is not None:
             choice.first_sink = unit_sinks.first_slot.data_ptr()
@@ -126,6 +139,9 @@ class ChosenCall:
         Returns:
             `[B, 1, Hq, Dv]` in the query's dtype, and the first slot of each unit, int64 `[B, Hkv, K]`, -1 for none.
         """
+        if self._rest is not None:  # as visible as the newest token
+            exact = self.call.segments[: self._num_exact]
+            self._rest.slot = max(segment.slot + segment.length for segment in exact) - 1
         self.call.take(query, scaling, mask)
         choice, segment = self.struct, self._chosen
         found = torch.empty(2, *self._shape, dtype=torch.int64)
@@ -136,6 +152,10 @@ class ChosenCall:
             scores = torch.empty(*self._shape[:2], self.call.struct.queries, self._shape[2])
             choice.scores = segment.scores = scores.data_ptr()
             segment.scores_row = self._shape[2]
+        if self._rest is not None:
+            rest = torch.empty(*self._shape[:2], self.call.struct.queries)  # scores
+            choice.rest = self._rest.scores = rest.data_ptr()
+            self._rest.scores_row = 1
         native.library().hf_kvcache_read(ctypes.byref(choice))
         output = self.call.output.to(query.dtype)
         self.call.query = self.call.mask = self.call.output = None  # of this step only

@@ -42,15 +42,20 @@ class Estimates {
         out[c] = middle + reach;
         out[c + dim / 2] = middle - reach;
       }
-    } else if (estimate.rounds) {
+    } else if (estimate.rounds && estimate.key.rotation) {
       rotate(own, estimate.key.rotation, 1, dim, true, out);
-      float most = 0.0f;
-      for (int64_t c = 0; c < dim; ++c) most = std::max(most, std::abs(out[c] *= scaling));
-      const float step = std::max(most, 1e-30f) / 127.0f;
-      for (int64_t c = 0; c < dim; ++c) out[c] = std::nearbyint(out[c] / step) * step;
+      for (int64_t c = 0; c < dim; ++c) out[c] *= scaling;
     } else {
       for (int64_t c = 0; c < dim; ++c) out[c] = own[c] * scaling;
     }
+    if (estimate.rounds) round_to_bytes(out, dim);
+  }
+
+  static void round_to_bytes(float* query, int64_t dim) {
+    float most = 0.0f;
+    for (int64_t c = 0; c < dim; ++c) most = std::max(most, std::abs(query[c]));
+    const float step = std::max(most, 1e-30f) / 127.0f;
+    for (int64_t c = 0; c < dim; ++c) query[c] = std::nearbyint(query[c] / step) * step;
   }
 
   const Estimate& estimate;

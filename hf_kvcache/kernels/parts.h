@@ -15,6 +15,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // What a thread works in.
 struct Scratch {
   std::vector<float> scores, weights, query, scale, zero;
+  std::vector<int64_t> places;
   explicit Scratch(const Call& call);
 };
 
@@ -43,6 +44,7 @@ inline Scratch::Scratch(const Call& call) {
   query.resize(call.queries * dim);
   scale.resize(round_up(floats, kLanes));
   zero.resize(round_up(floats, kLanes));
+  places.resize(tokens);
 }
 
 // float16 to float, and zeros up to a whole vector.

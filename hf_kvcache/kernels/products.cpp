@@ -111,45 +111,47 @@ constexpr Products products() {
   }
 }
 
-// The 2-bit index (readers/index.py): whole groups only, `Parts` vectors for as many tokens as a vector has lanes. A code
-// stands for itself less 1.5; queries come in multiples of a 127th of their largest channel.
-template <int M, int Parts>
+// Codes of an index (readers/index.py, readers/quest.py): whole rows of `4 * Lanes` bytes only, one scale each. A code
+// stands for itself less the middle of all codes; queries come in multiples of a 127th of their largest channel.
+template <int M, int Bits, int Lanes>
 void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
-  constexpr int bytes = 4 * Parts;  // of a row
-  WideBytes factors[M][4];
+  constexpr int bytes = 4 * Lanes, segments = 8 / Bits, dim = segments * bytes;  // of a row
+  constexpr int wide = sizeof(WideBytes), vecs = bytes > wide ? bytes / wide : 1;  // of a row, if it fills one
+  constexpr int parts = Lanes / vecs;  // vectors of `kLanes` rows, when those of each row are added up
+  WideBytes factors[M][segments][vecs];
   float scale[M], offset[M];
   for (int m = 0; m < M; ++m) {
     Vec most = splat(1e-30f);
-    for (int c = 0; c < 4 * bytes; c += kLanes) {
+    for (int c = 0; c < dim; c += kLanes) {
       const Vec query = load<Vec>(in.at(m) + c);
       most = largest(most, largest(query, -query));
     }
     scale[m] = largest(most) / 127.0f;
-    alignas(64) uint8_t own[4 * bytes];
+    alignas(64) uint8_t own[dim];
     IntVec sum{};
-    for (int c = 0; c < 4 * bytes; c += kLanes) {
+    for (int c = 0; c < dim; c += kLanes) {
       const Vec rounded = load<Vec>(in.at(m) + c) * (1.0f / scale[m]) + 12582912.0f;  // 1.5 * 2**23: in the low bits
       const IntVec factor = (IntVec)rounded - 0x4B400000;
       const ByteVec narrow = __builtin_convertvector(factor, ByteVec);
       std::memcpy(own + c, &narrow, sizeof(narrow));
       sum += factor;
     }
-    offset[m] = 1.5f * fold_all(sum);
-    for (int s = 0; s < 4; ++s)
-      for (int j = 0; j < (int)sizeof(factors[m][s]); j += bytes)
-        std::memcpy((uint8_t*)&factors[m][s] + j, own + s * bytes, bytes);
+    offset[m] = ((1 << Bits) - 1) * 0.5f * fold_all(sum);
+    for (int s = 0; s < segments; ++s)
+      for (int j = 0; j < vecs * wide; j += bytes) std::memcpy((uint8_t*)factors[m][s] + j, own + s * bytes, bytes);
   }
   const auto tokens = [&](const uint8_t* rows, float* const* to) {
-    IntVec parts[M][Parts] = {};
-    for (int p = 0; p < Parts; ++p) {
-      const WideBytes packed = load<WideBytes>(rows + p * sizeof(WideBytes));
-      for (int s = 0; s < 4; ++s) {
-        const WideBytes codes = crumbs(packed, 2 * s);
-        for (int m = 0; m < M; ++m) parts[m][p] = add_products(parts[m][p], codes, factors[m][s]);
+    IntVec sums[M][parts] = {};
+    for (int p = 0; p < parts; ++p)
+      for (int v = 0; v < vecs; ++v) {
+        const WideBytes packed = load<WideBytes>(rows + (p * vecs + v) * wide);
+        for (int s = 0; s < segments; ++s) {
+          const WideBytes codes = pieces<Bits>(packed, Bits * s);
+          for (int m = 0; m < M; ++m) sums[m][p] = add_products(sums[m][p], codes, factors[m][s][v]);
+        }
       }
-    }
     for (int m = 0; m < M; ++m)
-      store(to[m], (__builtin_convertvector(fold(parts[m], Parts), Vec) - offset[m]) * scale[m]);
+      store(to[m], (__builtin_convertvector(fold(sums[m], parts), Vec) - offset[m]) * scale[m]);
   };
   float* to[M];
   int start = 0;
@@ -158,22 +160,29 @@ void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
     tokens(group.bytes + (int64_t)start * bytes, to);
   }
   if (start < count) {  // nothing is read behind the last token
-    uint8_t rest[Parts * sizeof(WideBytes)] = {};
+    uint8_t rest[kLanes * bytes] = {};
     std::memcpy(rest, group.bytes + (int64_t)start * bytes, (count - start) * bytes);
     for (int m = 0; m < M; ++m) to[m] = out.at(m) + start;
     tokens(rest, to);
   }
 }
 
-template <int M>
+template <int M, int Bits>
 void dot_index(const Group& group, int count, int /*first*/, int length, Matrix in, Matrix out) {
-  switch (length) {
-    case 16: return dot_index_of<M, 1>(group, count, in, out);
-    case 32: return dot_index_of<M, 2>(group, count, in, out);
-    case 64: return dot_index_of<M, 4>(group, count, in, out);
-    case 128: return dot_index_of<M, 8>(group, count, in, out);
-    case 256: return dot_index_of<M, 16>(group, count, in, out);
+  switch (length * Bits / 32) {
+    case 1: return dot_index_of<M, Bits, 1>(group, count, in, out);
+    case 2: return dot_index_of<M, Bits, 2>(group, count, in, out);
+    case 4: return dot_index_of<M, Bits, 4>(group, count, in, out);
+    case 8: return dot_index_of<M, Bits, 8>(group, count, in, out);
+    case 16: return dot_index_of<M, Bits, 16>(group, count, in, out);
+    case 32: return dot_index_of<M, Bits, 32>(group, count, in, out);
+    case 64: return dot_index_of<M, Bits, 64>(group, count, in, out);
   }
+}
+
+template <int Bits>
+constexpr Products index_products() {
+  return {{dot_index<1, Bits>, dot_index<2, Bits>, dot_index<3, Bits>, dot_index<4, Bits>}, {}, {}};
 }
 
 }  // namespace
@@ -184,14 +193,14 @@ const Products& products_for(Form form, int length, int bits) {
   static constexpr Products int8 = products<Dense<Int8>, true>(), whole = products<Codes<Whole>, true>();
   static constexpr Products halves = products<Codes<Halves>, true>(), lanes = products<Codes<Lanes>, true>();
   static constexpr Products whole3 = products<Codes3<Whole, Halves>>(), lanes3 = products<Codes3<Lanes, Lanes>>();
-  static constexpr Products index = {{dot_index<1>, dot_index<2>, dot_index<3>, dot_index<4>}, {}, {}};
+  static constexpr Products index2 = index_products<2>(), index4 = index_products<4>();
   switch (form) {
     case kFloat32: return float32;
     case kBFloat16: return bfloat16;
     case kFloat16: return float16;
     case kFloat8: return float8;
     case kInt8: return int8;
-    case kIndex: return index;
+    case kIndex: return bits == 4 ? index4 : index2;
     case kCodes: break;
   }
   // Whole vectors of two bits and half vectors of one, or neither.

@@ -25,19 +25,22 @@ inline float exponentials(const float* row, int64_t count, float shift, float* t
 // hand; `merge` makes them shares of the whole. Splits may be added by several threads.
 class Shares {
  public:
-  Shares(int64_t queries, int64_t units, int64_t split)
+  // `keeps` the exponentials when they are merged, for `log_rest`.
+  Shares(int64_t queries, int64_t units, int64_t split, bool keeps)
       : queries(queries), units(units), split(split), stride(round_up(split, kLanes)),
-        splits((units + split - 1) / split) {}
+        splits((units + split - 1) / split), apart(keeps ? splits * stride + kLanes : 0) {}
 
   // Floats of memory that `at` needs.
-  int64_t size() const { return queries * splits * (stride + 2) + kLanes; }
+  int64_t size() const { return apart + queries * splits * (stride + 2) + queries + kLanes; }
 
   // The shares that lie in `memory`.
   Shares at(float* memory) const {
     Shares shares = *this;
-    shares.masses = shares.powers = memory;
-    shares.highest = memory + queries * splits * stride + kLanes;
+    shares.masses = memory;
+    shares.powers = memory + apart;
+    shares.highest = shares.powers + queries * splits * stride + kLanes;
     shares.totals = shares.highest + queries * splits;
+    shares.wholes = shares.totals + queries * splits;
     return shares;
   }
 
@@ -69,21 +72,37 @@ class Shares {
       const float factor = 1.0f / std::max(is_mean ? total * queries : total, std::numeric_limits<float>::min());
       for (int64_t i = 0; i < splits; ++i) own[i] *= factor;
       share = is_mean ? share + read * factor : std::max(share, read * factor);
+      wholes[m] = shift - std::log(factor);
     }
     for (int64_t index = 0; index < splits; ++index) merge_split(index, is_mean);
     std::fill(masses + units, masses + round_up(units, kLanes), -1.0f);
     return share;
   }
 
-  float* masses;  // where the exponentials of the first query were
+  // The log mass that the units of a query have, but for those at `places`, which ascend; after `merge`.
+  float log_rest(int64_t m, const int32_t* places, int64_t taken) const {
+    const float *factors = highest + m * splits, *sums = totals + m * splits;
+    double mass = 0.0;
+    for (int64_t index = 0, k = 0; index < splits; ++index) {
+      const float* own = of(m, index) - index * split;
+      double left = sums[index];
+      for (const int64_t stop = (index + 1) * split; k < taken && places[k] < stop; ++k) left -= own[places[k]];
+      mass += left * factors[index];
+    }
+    return mass > 0.0 ? wholes[m] + (float)std::log(mass) : kNone;
+  }
+
+  float* masses;  // where the exponentials of the first query were, if they are not kept
 
  private:
-  const int64_t queries, units, split, stride, splits;
+  const int64_t queries, units, split, stride, splits, apart;
   float *powers, *highest, *totals;  // [queries][splits][stride], [queries][splits], [queries][splits]
+  float* wholes;                     // [queries]: the log mass of a share of 1
 
   float* of(int64_t m, int64_t index) const { return powers + (m * splits + index) * stride; }
 
-  // Ascending, so that nothing is overwritten that is still to be read: the masses of splits lie side by side.
+  // Ascending, so that nothing is overwritten that is still to be read where the masses, which lie side by side, are not
+  // apart.
   void merge_split(int64_t index, bool is_mean) {
     const int64_t count = std::min(split, units - index * split);
     const float* factors = highest + index;

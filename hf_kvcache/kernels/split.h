@@ -44,10 +44,11 @@ class Split {
     const int64_t *ids = segment.of(segment.ids, b, h), length = stop - begin;
     if (!ids) return run({0, begin, 0, (int)length, nullptr});
     ids += begin / unit;
-    const bool is_row = unit == 1 && per_group == 1 && !segment.key.scale.data && !segment.value.scale.data;
-    if (is_row && segment.key.form != kIndex) return run({0, 0, 0, (int)length, ids});
     const bool joins = per_group == 1 && is_joined(segment.key, unit) &&
                        (!segment.value.codes.data || is_joined(segment.value, unit));
+    // Units of less than a vector of tokens are taken a token at a time.
+    const bool is_plain = joins && !segment.key.scale.data && !segment.value.scale.data && segment.key.form != kIndex;
+    if (is_plain && unit < kLanes && (unit == 1 || segment.ids_head)) return run({0, 0, 0, (int)length, places(ids)});
     // The last unit may be filled in part: nothing is read behind its tokens.
     for (int64_t i = 0, next; i * unit < length; i = next) {
       next = i + 1;
@@ -55,6 +56,16 @@ class Split {
       const int64_t count = std::min(next * unit, length) - i * unit;
       run({ids[i] / per_group, ids[i] % per_group * unit, i * unit, (int)count, nullptr});
     }
+  }
+
+  // Where the tokens of the units lie, in units of a token.
+  const int64_t* places(const int64_t* ids) {
+    const int64_t unit = segment.unit, length = stop - begin;
+    if (unit == 1) return ids;
+    int64_t* to = scratch.places.data();
+    for (int64_t i = 0; i < length; i += unit, ++ids)
+      for (int64_t t = 0; t < std::min(unit, length - i); ++t) to[i + t] = *ids * unit + t;
+    return to;
   }
 
   // Units that a head has chosen lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by side.

@@ -13,9 +13,9 @@ from ..codecs.packing import fill_table
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "float8": 3, "int8": 4, "codes": 5, "index": 6}
 
 
-# Channels of which the codes of a token fill whole lanes, and what codes stand for where they do not.
-_INDEX_DIMS = (16, 32, 64, 128, 256)
-_INDEX_LEVELS = fill_table(torch.arange(4) - 1.5)
+# Bytes of a row of codes that the kernel multiplies as such, and what codes stand for where rows have others.
+_INDEX_BYTES = (4, 8, 16, 32, 64, 128, 256)
+_INDEX_LEVELS = {bits: fill_table(torch.arange(2**bits) - (2**bits - 1) / 2) for bits in (2, 4)}
 
 
 class Plane(ctypes.Structure):
@@ -78,7 +78,8 @@ class Choice(ctypes.Structure):
         ("blocks", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("blocks_row", "block_units", "count", "is_mean")),
         ("top_p", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("ids", "slots", "scores")),
+        *((name, ctypes.c_void_p) for name in ("ids", "slots", "scores", "rest")),
+        ("rest_share", ctypes.c_double),
         ("taken", ctypes.c_int64),
     ]
 
@@ -106,14 +107,27 @@ def run_store(plane: torch.Tensor, dim: int, unit: int) -> Store:
     return store
 
 
-def index_store(codes: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor, unit: int) -> Store:
-    """2-bit codes and float16 scales of `unit` tokens a slot, `[H, slots, unit * D / 4]` and `[H, slots, unit]`."""
-    dim = len(rotation)
-    is_bytewise = dim in _INDEX_DIMS
-    store = Store(form=_FORMS["index" if is_bytewise else "codes"], bits=2, dim=dim, block=dim, stride=dim // 4)
-    store.codes = Plane(codes.data_ptr(), 0, codes.stride(0), unit * dim // 4)
+def index_store(
+    codes: torch.Tensor, scale: torch.Tensor, dim: int, bits: int, unit: int, rotation: torch.Tensor | None = None
+) -> Store:
+    """Rows of `dim` codes of 2 or 4 bits with a float16 scale, `unit` a slot.
+
+    Args:
+        codes: `[H, slots, unit * dim * bits / 8]`, as `packing.pack` lays out each row.
+        scale: `[H, slots, unit]`.
+        dim: channels, a multiple of 16.
+        bits: of a code, which stands for itself less the middle of all codes.
+        unit: rows a slot.
+        rotation: `[dim, dim]`, of the channels of all rows.
+    """
+    size = dim * bits // 8
+    form = "index" if size in _INDEX_BYTES else "codes"
+    store = Store(form=_FORMS[form], bits=bits, dim=dim, block=dim, stride=size)
+    store.codes = Plane(codes.data_ptr(), 0, codes.stride(0), unit * size)
     store.scale = Plane(scale.data_ptr(), 0, scale.stride(0) * 2, unit * 2)
-    store.table, store.rotation = _INDEX_LEVELS.data_ptr(), rotation.data_ptr()
+    store.table = _INDEX_LEVELS[bits].data_ptr()
+    if rotation is not None:
+        store.rotation = rotation.data_ptr()
     return store
 
 

@@ -23,7 +23,7 @@ def build_reader(name: str, options: dict[str, Any]) -> Reader:
         case "page_mean":
             return PageMean(size)
         case "index":
-            return KeyIndex(size)
+            return KeyIndex(size, unread=options["unread"])
         case "topk":
             return TopK(size)
         case "sparq":

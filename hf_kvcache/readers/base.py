@@ -17,6 +17,18 @@ def to_float16(summaries: torch.Tensor) -> torch.Tensor:
     return summaries.clamp(-_LARGEST, _LARGEST).half()
 
 
+def mean_state(states: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """The mean of keys or values `[B, Hkv, T, D]` that are tokens' (bool `[B, T]`), `[B, Hkv, 1, D]`, float32."""
+    weight = is_token[:, None, :, None].float()
+    return (states.float() * weight).sum(dim=2, keepdim=True) / weight.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def round_to_bytes(query: torch.Tensor) -> torch.Tensor:
+    """Queries `[..., D]` in multiples of a 127th of their largest channel, float32: the kernel multiplies bytes."""
+    step = query.float().abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / 127
+    return (query / step).round_() * step
+
+
 class Reader(ABC):
     """Estimates attention scores without reading the keys. Each subclass names its paper and where it differs.
 
@@ -27,6 +39,7 @@ class Reader(ABC):
     """
 
     fit_length = 0  # tokens to have before the first block is summarised
+    unread = 0.0  # share of the estimated attention to what is not read that the mean value of the first tokens gets
     reads_keys = False  # whether `scores` is given the stored keys, and there are no summaries
 
     def __init__(self, block_size: int):

@@ -1,11 +1,15 @@
 """Key index: choose tokens by their scores with a copy of the keys in 2 bits a channel.
 
 Stores `2 + 16 / D` bits for each key channel besides the keys: 7% of the bytes of 16-bit keys and values at `D=64`, all
-of which each step reads. Tokens are chosen one by one; the choice is nearly that of the exact scores (`topk`).
+of which each step reads. Tokens are chosen one by one; the choice is nearly that of the exact scores (`topk`). What is
+not read is not left out: the mean value of the first tokens stands for it, with a share of its estimated attention.
+On SmolLM2 that halves the KL divergence (12.5% read), to less than that of exact scores without it.
 Papers: Ashkboos et al. 2024, QuaRot, https://arxiv.org/abs/2404.00456 (rotation); Lin et al. 2025, Twilight,
-https://arxiv.org/abs/2502.02770 (low-bit keys as an index).
+https://arxiv.org/abs/2502.02770 (low-bit keys as an index); Ribar et al. 2024, SparQ Attention,
+https://arxiv.org/abs/2312.04985 (a mean value for what is not read).
 Differs from the papers: 2 bits, keys centred on the mean of the first tokens (one constant a row and head, which moves
-all scores of a query alike and so needs not be stored for each block), scale by least squares.
+all scores of a query alike and so needs not be stored for each block), scale by least squares; the mean value gets half
+of the estimated attention: all of it, as in the paper, gained nothing.
 """
 
 import torch
@@ -14,7 +18,7 @@ from ..blocks.arena import Plane
 from ..codecs.packing import pack, unpack
 from ..codecs.rotated import rotation
 from ..kernels import structs
-from .base import Reader
+from .base import Reader, mean_state, round_to_bytes
 
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3)
 _STEP = 0.9957  # of the best uniform quantizer with four levels for a normal distribution (Max 1960, table II)
@@ -26,9 +30,18 @@ class KeyIndex(Reader):
     A byte holds one code of each of four equal segments of the channels (`codecs.packing`). A code stands for itself
     less 1.5, times the scale. Queries are rounded to 8 bits, an error far below that of the codes, so that the decode
     kernel multiplies bytes.
+
+    Args:
+        block_size: tokens a block.
+        unread: share of the estimated attention to tokens that are not read that goes to a mean value instead, in
+            [0, 1]. The codes' errors make the estimate too large.
     """
 
     fit_length = 128
+
+    def __init__(self, block_size: int, *, unread: float):
+        super().__init__(block_size)
+        self.unread = unread
 
     def planes(self, num_heads, head_dim, dtype):
         padded = -(-head_dim // 4) * 4
@@ -36,8 +49,7 @@ class KeyIndex(Reader):
         return (codes, Plane(num_heads, self.block_size, torch.float16))
 
     def fit(self, keys, is_token):
-        weight = is_token[:, None, :, None].float()
-        return [(keys.float() * weight).sum(dim=2, keepdim=True) / weight.sum(dim=2, keepdim=True).clamp(min=1)]
+        return [mean_state(keys, is_token)]
 
     def summarise(self, keys, fitted):
         rotated = _rotate(keys.float() - fitted[0])
@@ -58,9 +70,7 @@ class KeyIndex(Reader):
         return [plane.unflatten(2, (-1, self.block_size)).flatten(3) for plane in planes]
 
     def prepare(self, query, fitted):
-        rotated = _rotate(query.float())
-        step = rotated.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / 127
-        return (rotated / step).round_() * step, (query.float() * fitted[0]).sum(dim=-1)
+        return round_to_bytes(_rotate(query.float())), (query.float() * fitted[0]).sum(dim=-1)
 
     def rows(self, summaries):
         codes = unpack(summaries[0].unflatten(3, (self.block_size, -1)), 2).flatten(2, 3)  # [B, H, T, D]
@@ -69,7 +79,7 @@ class KeyIndex(Reader):
     def estimate(self, planes, fitted, head_dim, blocks=1):
         if head_dim % 16:
             return None
-        key = structs.index_store(*planes, rotation(head_dim), blocks * self.block_size)
+        key = structs.index_store(*planes, head_dim, 2, blocks * self.block_size, rotation(head_dim))
         return structs.Estimate(key=key, per_slot=blocks * self.block_size, mean=fitted[0].data_ptr(), rounds=True)
 
 

@@ -10,13 +10,15 @@ from ..masks import visible
 class Selection(NamedTuple):
     """Units `[B, H, K]` of `unit` tokens that a step reads, and which of them count (None: all).
 
-    `length` tokens are gathered: the last unit may not be full.
+    `length` tokens are gathered: the last unit may not be full. `rest` is the log mass of what stands for all others,
+    `[B, H, G]`, or None.
     """
 
     units: torch.Tensor
     is_read: torch.Tensor | None
     unit: int
     length: int
+    rest: torch.Tensor | None = None
 
     def seen(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Whether the query of each row sees the tokens gathered, `[B, H, length]`, or None if all are seen."""

@@ -64,7 +64,7 @@ class SparseCodedLayer(SparseCodedStore):
             estimate, estimated = structs.Estimate(key=key, per_slot=self.group_length), coded
         else:
             estimated = self.summaries
-            estimate = self.reader.estimate(estimated.arena.planes, [], forms[0].dim, pages)
+            estimate = self.reader.estimate(estimated.arena.planes, self.fitted, forms[0].dim, pages)
         structs.set_ids(estimate, estimated.block_ids)
         call = ChosenCall(
             exact if self.num_sink_tokens else exact[:1],
@@ -115,7 +115,7 @@ class SparseCodedLayer(SparseCodedStore):
         else:
             pages = self.group_length // unit
             summaries = [plane.unflatten(3, (pages, -1)).flatten(2, 3) for plane in self.summaries.materialize()]
-            scores = self.reader.scores(packed, summaries, [])
+            scores = self.reader.scores(packed, summaries, self.fitted)
         first = self.sinks.first_slot[:, None]
         units = torch.arange(scores.shape[3], device=self.device)
         is_hidden = (units * unit >= first) & ((units + 1) * unit <= first + self.num_sink_tokens)

@@ -39,6 +39,7 @@ class SparseCodedStore(CodedLayer):
     def _clear(self) -> None:
         super()._clear()
         self.summaries: BlockTable | None = None
+        self.fitted: list[torch.Tensor] = []  # constants of each row, [B, ...]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -59,8 +60,11 @@ class SparseCodedStore(CodedLayer):
 
     def _encode(self, tail: list[torch.Tensor], groups: int) -> None:
         if groups and self.summaries is not None:
-            keys = [tail[0][:, :, : groups * self.group_length]]
-            pages = self.reader.summarise(self.sinks.covered(keys, self.coded_length)[0], [])
+            keys = self.sinks.covered([tail[0][:, :, : groups * self.group_length]], self.coded_length)[0]
+            if not self.summaries.length:
+                slots = torch.arange(keys.shape[2], device=self.device)
+                self.fitted = self.reader.fit(keys, slots >= self.sinks.first_slot[:, None])
+            pages = self.reader.summarise(keys, self.fitted)
             self.summaries.append([plane.unflatten(2, (groups, -1)).flatten(3) for plane in pages])
         super()._encode(tail, groups)
 
@@ -74,6 +78,10 @@ class SparseCodedStore(CodedLayer):
     def select_rows(self, rows: np.ndarray) -> None:
         if self.summaries is not None:
             self.summaries.select_rows(rows)
+            # Outside inference mode, or a later turn could not use the result.
+            with torch.inference_mode(False):
+                index = torch.from_numpy(rows).to(self.device)
+                self.fitted = [constant.index_select(0, index) for constant in self.fitted]
         super().select_rows(rows)
 
     def fork(self) -> "SparseCodedStore":
@@ -84,16 +92,20 @@ class SparseCodedStore(CodedLayer):
     def to(self, device: torch.device, pools: dict) -> None:
         super().to(device, pools)
         if self.summaries is not None:
+            self.fitted = [constant.to(device) for constant in self.fitted]
             self.summaries = self.summaries.to(self.context.pool(device))
 
     def state(self) -> LayerState:
         state = super().state()
         if self.summaries is not None:
             state.put("summaries", table_state(self.summaries))
+            state.put("fitted", LayerState({str(index): constant for index, constant in enumerate(self.fitted)}))
         return state
 
     def load_state(self, state: LayerState, device: torch.device) -> None:
         super().load_state(state, device)
         if self.summaries is not None:
             load_table(self.summaries, state.part("summaries"))
+            fitted = state.part("fitted").tensors
+            self.fitted = [fitted[str(index)].to(device) for index in range(len(fitted))]
             self._give_back_memory()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..kernels import decode, structs
-from ..kernels.choose import ChosenCall, Units, UnitSinks, chosen_segment
+from ..kernels.choose import ChosenCall, Rest, Units, UnitSinks, chosen_segment
 
 if TYPE_CHECKING:
     from .sparse_layer import SparseReadLayer
@@ -46,6 +46,7 @@ def chosen_call(
         UnitSinks(first, budget.num_sink_tokens, are_apart=False),
         rows=layer.batch_size,
         num_heads=num_heads,
+        rest=Rest(layer.mean_value, layer.reader.unread) if layer.reader.unread else None,
     )
 
 

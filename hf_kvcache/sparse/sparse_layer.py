@@ -18,8 +18,9 @@ from ..blocks.gather import gather_units
 from ..kernels import decode, native
 from ..kernels.choose import ChosenCall
 from ..layers.layer import LayerContext
-from ..masks import as_float32, as_mask_for, restrict_mask, visible
+from ..masks import as_additive, as_float32, as_mask_for, restrict_mask, visible
 from ..readers import ReadBudget, Reader
+from ..readers.base import mean_state
 from ..readers.selection import Selection
 from .reading_layer import ReadingLayer
 from .sparse_kernel import chosen_call
@@ -55,6 +56,11 @@ class SparseReadLayer(ReadingLayer):
         return self.sides.get("summaries")
 
     @property
+    def mean_value(self) -> torch.Tensor:
+        """The mean value of the first tokens, `[B, H, 1, Dv]`, float32, where it stands for what is not read."""
+        return self.fitted[-1]
+
+    @property
     def marginal_bits(self) -> float:
         extra = 0 if self.summaries is None else self.summaries.arena.block_bytes
         return super().marginal_bits + 8 * extra / (self.context.block_size * self.values_per_token)
@@ -69,7 +75,11 @@ class SparseReadLayer(ReadingLayer):
         keys = self.table.materialize(done * size)[0][:, :, : (closed - done) * size]
         if not done:
             slots = torch.arange(keys.shape[2], device=self.device)
-            self.fitted = self.reader.fit(keys, slots >= self.first.slots[:, None])
+            is_token = slots >= self.first.slots[:, None]
+            self.fitted = self.reader.fit(keys, is_token)
+            if self.reader.unread:
+                values = self.table.materialize()[1][:, :, : keys.shape[2]]
+                self.fitted.append(mean_state(values, is_token))
         self.summaries.append(self.reader.summarise(keys, self.fitted))
 
     def _crop_sides(self) -> None:
@@ -102,6 +112,8 @@ class SparseReadLayer(ReadingLayer):
             state[:, :, : selection.length] for state in gather_units(self.table, selection.units, self.reader.unit)
         ]
         own = self._own_mask(module, mask, selection, query.dtype)
+        if selection.rest is not None:
+            states, own = self._with_rest(states, own, selection.rest)
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
     @property
@@ -153,15 +165,35 @@ class SparseReadLayer(ReadingLayer):
             scores.masked_fill_(hidden, -math.inf)
         chosen, is_read = self.budget.choose(scores, anyway.logsumexp(dim=-1), self._num_chosen(candidates))
         units = torch.cat([chosen, always.units], dim=2)
+        rest = self._log_rest(scores, chosen, is_read)
         length = chosen.shape[2] * unit + always.length
         per_token, scored = self._costs()
         self.read_bytes = per_token * length + scored
         if mask is None and not self.first.is_padded and self.budget.top_p is None:
             is_read = None  # every row has `count` units to choose from
         else:
-            rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
-            is_read = torch.cat([is_read, rest], dim=2)
-        return Selection(units, is_read, unit, length)
+            others = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
+            is_read = torch.cat([is_read, others], dim=2)
+        return Selection(units, is_read, unit, length, rest)
+
+    def _log_rest(self, scores: torch.Tensor, chosen: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor | None:
+        """Log mass `[B, H, G]` that the mean value gets for the units that are not read."""
+        if not self.reader.unread:
+            return None
+        taken = torch.zeros_like(scores[:, :, 0], dtype=torch.bool).scatter_(2, chosen, is_read)
+        return scores.masked_fill(taken.unsqueeze(2), -math.inf).logsumexp(dim=-1) + math.log(self.reader.unread)
+
+    def _with_rest(self, states: list[torch.Tensor], mask: torch.Tensor | None, rest: torch.Tensor):
+        """The mean value as one more token, and an additive mask `[B, Hq, 1, n + 1]` that has its scores."""
+        keys, values = states
+        keys = torch.cat([keys, torch.zeros_like(keys[:, :, :1])], dim=2)
+        values = torch.cat([values, self.mean_value.to(values.dtype)], dim=2)
+        rest = rest.flatten(1, 2)[..., None, None].to(keys.dtype).clamp(min=torch.finfo(keys.dtype).min)
+        if mask is None:
+            own = rest.new_zeros(*rest.shape[:3], keys.shape[2] - 1)
+        else:
+            own = as_additive(mask, keys.dtype).repeat_interleave(rest.shape[1] // mask.shape[1], dim=1)
+        return [keys, values], torch.cat([own, rest], dim=3)
 
     def _num_chosen(self, candidates: int) -> int:
         """Units that are chosen, at most."""

@@ -22,18 +22,25 @@ def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Tech
     return Technique(name, number, "reading", summary, False, (*common, *options))
 
 
-# Smaller pages read what a query needs more exactly, for twice the summaries.
-_PAGE = Option("block_size", "int", 8, "tokens a block, and a page that is read as a whole", at_least(1))
+def _page(length: int) -> Option:
+    """Smaller pages read what a query needs more exactly, for twice the summaries."""
+    return Option("block_size", "int", length, "tokens a block, and a page that is read as a whole", at_least(1))
+
+
 _CHANNELS = Option("num_channels", "int", 16, "channels of a key that are scored", at_least(1))
 READERS = (
-    _reading("index", "tokens, by a 2-bit copy of the keys"),
+    _reading(
+        "index",
+        "tokens, by a 2-bit copy of the keys",
+        Option("unread", "float", 0.5, "share of the attention to unread exact tokens that the mean value gets", share),
+    ),
     _reading(
         "quest",
         "blocks, by the bounds of their keys",
-        _PAGE,
-        Option("spread", "float", 0.25, "how far a block's keys reach to their bounds: 1 is the paper's", share),
+        _page(4),
+        Option("spread", "float", 0.4, "how far a block's keys reach to their bounds: 1 is the paper's", share),
     ),
-    _reading("page_mean", "blocks, by their mean keys", _PAGE),
+    _reading("page_mean", "blocks, by their mean keys", _page(8)),
     _reading("sparq", "tokens, by the largest channels of the query", _CHANNELS),
     _reading("double_sparsity", "tokens, by the largest channels of the keys", _CHANNELS),
     _reading("topk", "tokens, by their exact scores: the yardstick"),

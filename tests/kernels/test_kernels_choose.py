@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_kvcache.codecs.packing import pack
 from hf_kvcache.kernels import decode, native, structs
 from hf_kvcache.kernels.choose import ChosenCall, Units, UnitSinks, chosen_segment
 from hf_kvcache.readers import ReadBudget
@@ -119,3 +120,37 @@ def test_shares_are_chosen_until_they_reach_their_part(top_p):
     _, slots = choose(keys, values, query, count=10_003 - RECENT, top_p=top_p)
     for chosen, wanted in zip(slots, expected(keys, query, count=10_003 - RECENT, top_p=top_p), strict=True):
         assert len(set(chosen) ^ set(wanted)) <= 1  # sums of other order may need one more
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(2, 16), (2, 64), (2, 128), (2, 256), (4, 16), (4, 48), (4, 128), (4, 512)])
+def test_codes_of_any_width_are_multiplied_as_bytes(bits, dim):
+    """Against the same rows decoded: also those wider than a vector, and those that fill no lanes."""
+    generator = torch.Generator().manual_seed(dim + bits)
+    length, heads = 3000 + RECENT, 2
+    codes = torch.randint(0, 2**bits, (heads, length, dim), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(heads, length, 1, generator=generator).half()
+    rows = (codes.float() - (2**bits - 1) / 2) * scale.float()
+    query = torch.randint(-127, 128, (1, heads * GROUP, 1, dim), generator=generator).float()
+    query[..., 0] = 127  # so that rounding changes nothing
+    packed, blocks = pack(codes, bits), np.arange(length)[None]
+    estimate = structs.Estimate(key=structs.index_store(packed, scale, dim, bits, 1), per_slot=1, rounds=True)
+    structs.set_ids(estimate, blocks)
+    values = torch.zeros(heads, length, 16)
+    recent = decode.run_segment((rows, values), blocks[:, -RECENT:], (dim, 16), 1, length=RECENT, slot=length - RECENT)
+    call = ChosenCall(
+        [recent],
+        chosen_segment((rows, values), (dim, 16), 1),
+        estimate,
+        Units(1, length - RECENT, blocks, 1, 100, None, True),
+        UnitSinks(None, 0, are_apart=False),
+        rows=1,
+        num_heads=heads * GROUP,
+    )
+    scaling = 1 / (127 * dim**0.5)
+    scores = query.view(1, heads, GROUP, dim) @ rows.mT * scaling
+    wanted, _ = ReadBudget(100, None, None, 0, RECENT, "mean").choose(
+        scores[..., :-RECENT].contiguous(), scores[..., -RECENT:].logsumexp(dim=-1), 100
+    )
+    _, slots = call.attend(query, scaling, None)
+    for own, others in zip(slots[0], wanted[0], strict=True):
+        assert len(set(own.tolist()) ^ set(others.tolist())) <= 2  # of nearly equal ones

@@ -69,7 +69,7 @@ class Oracle:
             pages = [
                 p.unflatten(3, (layer.group_length // unit, -1)).flatten(2, 3) for p in layer.summaries.materialize()
             ]
-            estimates = layer.reader.scores(packed, pages, [])
+            estimates = layer.reader.scores(packed, pages, layer.fitted)
         is_read = torch.zeros(*scores.shape[:2], 1, scores.shape[3], dtype=torch.bool)
         is_read[..., length:] = True
         is_read |= is_sink[:, None, None]
@@ -270,3 +270,24 @@ def test_pages_must_fit_groups_and_the_tail_recent_tokens(tiny_model):
         make_cache(model, "quest+int4", q_group_size=32, bits=[[[2, 4], 4], 4])
     layers = make_cache(model, "quest+int4", q_group_size=32, dense_layers=1).layers
     assert [type(layer) for layer in layers] == [CodedLayer, SparseCodedLayer]
+
+
+def test_nothing_stands_for_what_is_not_read_of_encoded_tokens(tiny_model):
+    with pytest.raises(ValueError, match="give unread to 'index' of exact tokens alone"):
+        make_cache(model_of(tiny_model), "index+int4", unread=0.5)
+
+
+def test_the_mean_keys_of_bounds_follow_their_rows(tiny_model, make_ids, run, tmp_path):
+    """All scores of a row have the same part by it: a choice of so many pages would not show another row's."""
+    model = model_of(tiny_model)
+    cache = make_cache(model, "quest+int4", **options("quest+int4"))
+    run(model, cache, make_ids(3, PROMPT))
+    means = [layer.fitted[0].clone() for layer in cache.layers]
+    assert not torch.equal(means[0][0], means[0][2])
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.save(tmp_path / "cache.safetensors")
+    for copied in (cache, cache.fork(), load_cache(model, tmp_path / "cache.safetensors")):
+        for layer, mean in zip(copied.layers, means, strict=True):
+            assert torch.equal(layer.fitted[0], mean[[2, 0, 0]])
+    cache.reset()
+    assert not any(layer.fitted for layer in cache.layers)

@@ -13,7 +13,9 @@ import hf_kvcache
 from hf_kvcache import make_cache
 from hf_kvcache.layers.block_layer import BlockLayer
 from hf_kvcache.layers.sliding_layer import SlidingBlockLayer
+from hf_kvcache.masks import visible
 from hf_kvcache.readers.index import KeyIndex
+from hf_kvcache.readers.quest import Quest
 from hf_kvcache.readers.selection import Selection
 from hf_kvcache.sparse.sparse_layer import SparseReadLayer
 
@@ -29,6 +31,8 @@ class Oracle:
 
     def __init__(self, monkeypatch, tiny_model, name: str = "llama", attention: str = "sdpa"):
         self.read: dict[int, torch.Tensor] = {}  # layer -> bool [B, Hkv, T], of the last step
+        # layer -> what stands for all others: log mass [B, Hq, 1, 1] and value [B, Hq, 1, D]
+        self.rest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.model, self.oracle = tiny_model(name), tiny_model(name)
         for layer in (*self.model.model.layers, *self.oracle.model.layers):
             # Attention of few tokens: no two masses are equal but for rounding.
@@ -38,21 +42,32 @@ class Oracle:
         self.in_place = 0  # steps by the decode kernel
         select, attend_in_place = SparseReadLayer._select, SparseReadLayer._attend_in_place
 
-        def note(layer, selection):
+        def note(layer, selection, query, mask):
             tokens = selection.columns(torch.arange(layer.seen).expand(layer.batch_size, 1, 1, -1))
             is_read = torch.ones_like(tokens) if selection.is_read is None else selection.seen(None)
             times = torch.zeros(*tokens.shape[:2], layer.seen).scatter_add_(2, tokens, is_read.float())
             assert times.max() == 1, "a token was read twice"
             self.read[layer.context.layer_idx] = times > 0
+            if layer.reader.unread:
+                self.rest[layer.context.layer_idx] = rest_of(layer, times > 0, query, mask)
+
+        def rest_of(layer, is_read, query, mask):
+            count = layer._num_candidates()
+            scores = layer.reader.scores(query, layer.summaries.materialize(), layer.fitted)[..., :count]
+            hidden = is_read[:, :, None, :count]
+            hidden = hidden if mask is None else hidden | ~visible(mask)[..., :count]
+            mass = (scores.double().exp() * ~hidden).sum(-1) * layer.reader.unread
+            value = layer.mean_value.repeat_interleave(query.shape[2], dim=1)
+            return mass.log().float().flatten(1, 2)[..., None, None], value
 
         def recording(layer, query, mask):
             selection = select(layer, query, mask)
-            note(layer, selection)
+            note(layer, selection, query, mask)
             return selection
 
         def recording_in_place(layer, call, query, scaling, mask):
             packed = query.view(query.shape[0], call.call.struct.heads, -1, query.shape[3]) * scaling
-            note(layer, select(layer, packed, mask))
+            note(layer, select(layer, packed, mask), packed, mask)
             wanted, wanted_bytes = self.read[layer.context.layer_idx], layer.read_bytes
             found, attend = [], call.attend
             with monkeypatch.context() as patch:
@@ -63,10 +78,11 @@ class Oracle:
             rest = torch.ones_like(always.units, dtype=torch.bool) if always.is_read is None else always.is_read
             units = torch.cat([slots.clamp(min=0) // unit, always.units], dim=2)
             is_read = torch.cat([slots >= 0, rest], dim=2)
-            note(layer, Selection(units, is_read, unit, always.length + slots.shape[2] * unit))
+            read_anyway = always.length + slots.shape[2] * unit
+            note(layer, Selection(units, is_read, unit, read_anyway), packed, mask)
             if query.dtype == torch.float32:
-                # A channel of a query of the index may be rounded the other way: its scores then differ by a 500th.
-                most = 0.03 if isinstance(layer.reader, KeyIndex) else 0.0
+                # A channel of a query may be rounded the other way: its scores then differ by a 500th.
+                most = 0.03 if isinstance(layer.reader, KeyIndex | Quest) else 0.0
                 others = (self.read[layer.context.layer_idx] != wanted).float().mean()
                 assert others <= most, "the kernel chooses as PyTorch does"
             assert layer.read_bytes == wanted_bytes
@@ -88,16 +104,32 @@ class Oracle:
                 mask = mask.masked_fill(~own, torch.finfo(mask.dtype).min)
             else:
                 mask = own if mask is None else own & mask
+        if module.layer_idx in self.rest:
+            return self._attend_with_rest(module, query, key, value, mask, kwargs["scaling"]), None
         plain = (
             sys.modules[type(module).__module__].eager_attention_forward if self.is_eager else sdpa_attention_forward
         )
         return plain(module, query, key, value, mask, **kwargs)
+
+    def _attend_with_rest(self, module, query, key, value, mask, scaling):
+        log_mass, mean_value = self.rest[module.layer_idx]
+        key, value = (state.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for state in (key, value))
+        scores = query @ key.transpose(2, 3) * scaling
+        if mask is not None:
+            scores = scores + mask if self.is_eager else scores.masked_fill(~mask, -torch.inf)
+        parts = [scores, log_mass]
+        if (sinks := getattr(module, "sinks", None)) is not None:  # of gpt-oss: a share that goes to no value
+            parts.append(sinks.view(1, -1, 1, 1).expand_as(log_mass))
+        weights, count = torch.cat(parts, dim=3).softmax(-1), key.shape[2]
+        output = weights[..., :count] @ value + weights[..., count : count + 1] * mean_value
+        return output.transpose(1, 2)
 
     def check(self, run, cache, full, ids, mask=None, steps=None):
         """Run `ids` token by token (or in one chunk, `steps=1`) through both, and compare the logits of real tokens."""
         past, length = cache.get_seq_length(), ids.shape[1] // (steps or ids.shape[1])
         for begin in range(0, ids.shape[1], length):
             self.read.clear()
+            self.rest.clear()
             part = ids[:, begin : begin + length]
             own = None if mask is None else mask[:, : past + begin + length]
             got = run(self.model, cache, part, own)
@@ -261,7 +293,7 @@ def test_the_report_counts_what_a_step_reads(tiny_model, make_ids, run):
     token = 2 * 2 * 16 * 4  # keys and values of 2 heads of 16 in float32
     blocks = (141 - 5) // 4  # closed blocks before the recent tokens: 34, of which 17 are read
     read = 17 * 4 + 4 + (141 - 4 * blocks)  # and the block of the sinks, and what follows the last of them
-    bounds = 2 * 2 * 16 * 2  # of a block, in float16
+    bounds = 2 * (16 + 2)  # of a block: 32 codes of 4 bits and a float16 scale, for each head
     assert cache.report().read_bytes == 2 * 2 * (read * token + blocks * bounds)
     report = cache.report()
     assert report.tokens_kept == 141, "everything stays stored"
