@@ -170,7 +170,7 @@ class TransformKeyCodec(Codec):
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes `[B, C, T]` as bytes `[B, 1, n, total_bits * 16]`; a code of 3 bits is packed as 1 bit and 2 bits."""
         grouped = codes.unflatten(2, (-1, self.group_length)).transpose(1, 2)  # [B, n, C, G]
-        parts = [grouped[:, :, 0, :0]]
+        parts = [grouped[:, :, :0].flatten(2)]
         for part, (nbits, _) in zip(grouped.split([n for _, n in self.segments], dim=2), self.segments, strict=True):
             for width, shift in _widths(nbits):
                 parts.append(pack((part >> shift) & (2**width - 1), width).flatten(2))
