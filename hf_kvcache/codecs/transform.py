@@ -20,7 +20,7 @@ from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
-from .packing import pack, unpack
+from .packing import look_up, pack, unpack
 from .rotated import codebook
 from .statistics import LayerStatistics
 
@@ -186,7 +186,7 @@ class TransformKeyCodec(Codec):
                 part = unpack(packed[..., begin : begin + size].unflatten(-1, (count, -1)), width) << shift
                 codes = part if codes is None else codes | part
                 begin += size
-            decoded.append(codebook(nbits).to(packed.device)[codes.int()])
+            decoded.append(look_up(codebook(nbits), codes))
         return torch.cat(decoded, dim=2)
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
