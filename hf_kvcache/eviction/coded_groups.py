@@ -53,6 +53,27 @@ class CodedGroups:
             for pair, heads in zip(codecs.pairs, codecs.heads, strict=True)
         ]
 
+    @classmethod
+    def from_named(
+        cls,
+        pool: BlockPool,
+        codecs: HeadCodecs,
+        shapes: tuple[Shape, ...],
+        tensors: dict[str, torch.Tensor],
+        kinds: np.ndarray,
+    ) -> "CodedGroups":
+        """The groups whose planes are among `tensors`, by the names that `named` gives them."""
+        planes, begin = [], 0
+        for kind in range(len(codecs.pairs)):
+            stop = begin + sum(codecs.num_planes(kind, shapes))
+            planes.append([tensors[f"plane_{index}"] for index in range(begin, stop)])
+            begin = stop
+        return cls(pool, codecs, shapes, planes, kinds)
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """All planes, kind by kind."""
+        return {f"plane_{index}": plane for index, plane in enumerate(plane for part in self.planes for plane in part)}
+
     def __len__(self) -> int:
         return len(self.kinds)
 

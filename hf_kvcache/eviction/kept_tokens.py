@@ -77,22 +77,15 @@ class KeptTokens:
         kept._describe(codecs, states)
         tensors = {name: tensor.to(pool.device) for name, tensor in state.tensors.items()}
         counts, num_groups = (state.tensors[name].numpy() for name in ("counts", "num_groups"))
-        planes, begin = [], 0
-        for kind in range(len(codecs.pairs)):
-            stop = begin + sum(codecs.num_planes(kind, kept.shapes))
-            planes.append([tensors[f"plane_{index}"] for index in range(begin, stop)])
-            begin = stop
-        groups = CodedGroups(pool, codecs, kept.shapes, planes, codecs.kinds_of(num_groups))
+        groups = CodedGroups.from_named(pool, codecs, kept.shapes, tensors, codecs.kinds_of(num_groups))
         beside = {name: tensors[name] for name in _BESIDE if name in tensors}
         kept._hold(pool, groups, beside, num_groups, counts)
         return kept
 
     def state(self) -> LayerState:
         """Everything, as plain tensors."""
-        planes = (plane for part in self.groups.planes for plane in part)
-        tensors = {f"plane_{index}": plane for index, plane in enumerate(planes)}
         counts = {"counts": torch.from_numpy(self.counts), "num_groups": torch.from_numpy(self._num_groups)}
-        return LayerState(tensors | self._beside | counts)
+        return LayerState(self.groups.named() | self._beside | counts)
 
     def _hold(
         self,

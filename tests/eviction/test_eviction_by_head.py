@@ -1,17 +1,13 @@
-"""Eviction with codecs that differ from head to head: `transform`, and a width for each head.
+"""Attention over kept tokens whose codecs differ from head to head: `transform`, and a width for each head.
 
 The oracle takes a cache apart without the library's way of reading it: it unpacks the stored bytes of each group of
 each head, turns keys by the model's own tables, and attends in full.
 """
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 
-import hf_kvcache
-from hf_kvcache import Calibration, calibrate, load_cache, make_cache, measure
 from hf_kvcache.codecs import build_codecs
 from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.rotated import RotatedValueCodec, codebook
@@ -22,55 +18,15 @@ from hf_kvcache.eviction.kept_tokens import KeptTokens
 
 pytestmark = pytest.mark.core
 
-LENGTH, NEW = 331, 180
-CHUNKS = [1] * 6 + [20] * 8 + [1] * 14  # newer tokens are encoded on the way, and then read
+LENGTH = 331
 DIM = 32
-CONFIG = {"head_dim": DIM, "max_position_embeddings": 1024}
-OPTIONS = {"budget": 190, "num_sink_tokens": 3, "num_recent_tokens": 5, "residual_length": 40}
-KEY_BITS = 1.5  # at which some coefficients have no bits
-_WIDTHS = [[[2, 8], 4], [8, [4, 2]]]  # keys and values of each layer, and of their heads where these differ
-MORE = {
-    "int4": {"q_group_size": 32, "bits": _WIDTHS},
-    "turboquant": {"bits": [[[4, 2], [2, 3]], 2]},
-    "transform": {"key_bits": KEY_BITS},
-}
+KEY_BITS = 1.5
+BITS = {"int4": [[[2, 8], 4], [8, [4, 2]]], "turboquant": [[[4, 2], [2, 3]], 2]}
 NAMES = [
     *("kvzip+transform", "adakv+transform", "snapkv+transform", "duo_attention+transform"),
     *("kvzip+int4", "adakv+int4", "duo_attention+turboquant"),
 ]
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
-
-
-@pytest.fixture(params=[False, True], ids=["full", "padded"])
-def batch(request, make_ids, left_pad):
-    ids = make_ids(2, LENGTH + NEW)
-    return left_pad(ids, [LENGTH + NEW - 44, LENGTH + NEW] if request.param else [LENGTH + NEW] * 2)
-
-
-@pytest.fixture(scope="module")
-def fitted(tiny_model, make_ids):
-    """A tiny model and the calibration of its keys."""
-    model = tiny_model("llama", **CONFIG)
-    return model, calibrate(model, make_ids(1, 600, seed=9))
-
-
-def new_cache(fitted, name, **more):
-    model, calibration = fitted
-    encoding = name.split("+")[1]
-    options = OPTIONS | MORE[encoding] | ({"calibration": calibration} if encoding == "transform" else {})
-    if name.startswith("duo_attention"):
-        options["pattern"] = [[0.9, 0.1], [0.2, 0.8]]
-    return make_cache(model, name, **options | more)
-
-
-def compressed(fitted, name, run, ids, mask, **more):
-    cache = new_cache(fitted, name, **more)
-    run(fitted[0], cache, ids[:, :LENGTH], mask)
-    cache.compress(ids[:, :LENGTH])
-    return cache
-
-
-# --- the oracle
 
 
 class Oracle:
@@ -115,7 +71,7 @@ class Oracle:
         return tuple(width if isinstance(width, int) else width[head] for width in self._widths(layer))
 
     def _widths(self, layer):
-        entry = MORE[self.encoding]["bits"][layer]
+        entry = BITS[self.encoding][layer]
         return (entry, entry) if isinstance(entry, int) else entry
 
     def _codecs(self, layer, head):
@@ -214,13 +170,10 @@ def attended(monkeypatch):
     return calls
 
 
-# --- attention
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_attention_is_that_over_the_stored_form(name, batch, fitted, run, attended):
+def test_attention_is_that_over_the_stored_form(name, batch, fitted, run, attended, compressed):
     (ids, mask), oracle = batch, Oracle(fitted, name)
-    cache = compressed(fitted, name, run, ids, mask)
+    cache = compressed(name, ids, mask)
     begin = LENGTH
     for count in (1, 5, 40, 1, 130):  # after the last, newer tokens are encoded too
         attended.clear()
@@ -246,9 +199,9 @@ def test_attention_is_that_over_the_stored_form(name, batch, fitted, run, attend
 
 
 @pytest.mark.parametrize("name", ["adakv+transform", "adakv+int4"])
-def test_a_step_decodes_slices(name, batch, fitted, run, monkeypatch):
+def test_a_step_decodes_slices(name, batch, fitted, run, monkeypatch, compressed):
     model, (ids, mask) = fitted[0], batch
-    cache = compressed(fitted, name, run, ids, mask)
+    cache = compressed(name, ids, mask)
     other, sizes, decoded = cache.fork(), [], KeptTokens.decoded
     monkeypatch.setattr(kept_kernel, "can_serve", lambda *args: False)
     expected = run(model, other, ids[:, LENGTH : LENGTH + 2], mask, chunks=[1, 1])
@@ -265,185 +218,8 @@ def test_a_step_decodes_slices(name, batch, fitted, run, monkeypatch):
     assert sum(sizes) == 2 * sum(len(layer.kept.stores["older"].groups) for layer in cache.layers)
 
 
-# --- positions
-
-
-def errors_of_keys(fitted, run, cache, ids, mask):
-    """How far each key that layer 0 holds is from what a full cache has at its slot, and the same of encoded ones."""
-    model = fitted[0]
-    full = make_cache(model, "blocks")
-    run(model, full, ids, mask)
-    layer, rotated = cache.layers[0], Oracle(fitted, "kvzip+transform")._rotated
-    held = layer.held()
-    errors = []
-    for row in range(2):
-        for head in range(2):
-            at = held.slots[row, head] >= held.first_slot[row]
-            slots, positions = held.slots[row, head, at], held.positions[row, head, at]
-            keys = full.layers[0].keys[row, head, slots]
-            # To where the layer has turned it: back by its own position, and on.
-            moved = (positions - held.first_slot[row]).float()
-            plain = rotated(keys * torch.ones(1), (held.first_slot[row] - slots).float())
-            errors.append((rotated(plain, moved) - held.keys[row, head, at]).norm() / keys.norm())
-    return torch.stack(errors)
-
-
-@pytest.mark.parametrize("positions", ["original", "cache"])
-@pytest.mark.parametrize("when", ["prefill", "both"])
-def test_keys_come_back_at_their_own_positions(positions, when, batch, fitted, run):
-    """After an eviction between chunks, one at the end of a prompt, while decoding, and when newer tokens settle."""
-    model, (ids, mask) = fitted[0], batch
-    more = {"positions": positions, "when": when, "interval": 48, "key_bits": 8, "value_bits": 4}
-    cache = new_cache(fitted, "adakv+transform", **more)
-    layer = cache.layers[0]
-    for chunk in (slice(0, 280), slice(280, LENGTH)):
-        layer.begin_prompt(LENGTH)
-        cache.layers[1].begin_prompt(LENGTH)
-        run(model, cache, ids[:, chunk], mask)
-    assert layer.seen == LENGTH
-    assert layer.kept.stores["older"].counts.sum() > 0
-    assert errors_of_keys(fitted, run, cache, ids[:, :LENGTH], mask[:, :LENGTH]).max() < 0.03
-    run(model, cache, ids[:, LENGTH:], mask, chunks=CHUNKS)
-    assert errors_of_keys(fitted, run, cache, ids, mask).max() < 0.03
-    slots = layer.slots()
-    assert (slots >= LENGTH).any(-1).all()
-    held = (slots >= layer.first_slot[:, None, None]).sum(-1)
-    assert (held < LENGTH).all() if when == "both" else held.float().mean() > 190 + NEW - 1
-
-
-# --- uses
-
-
-@pytest.mark.parametrize("name", ["adakv+transform", "duo_attention+turboquant"])
-def test_beams_and_copies(name, batch, fitted, run):
-    model, (ids, mask) = fitted[0], batch
-    cache = compressed(fitted, name, run, ids, mask)
-    index = torch.tensor([1, 0, 1])
-    others = [cache.fork(), copy.deepcopy(cache), copy.deepcopy(cache).to("cpu")]
-    expected = run(model, cache, ids[:, LENGTH:], mask, chunks=CHUNKS)
-    for other in others[1:]:
-        torch.testing.assert_close(run(model, other, ids[:, LENGTH:], mask, chunks=CHUNKS), expected, **CLOSE)
-    beams = others[0]
-    beams.batch_select_indices(index)
-    logits = run(model, beams, ids[index, LENGTH:], mask[index], chunks=CHUNKS)
-    torch.testing.assert_close(logits, expected[index], **CLOSE)
-    # Back to one row: the others' groups are let go of, of every kind of head.
-    before = measure(beams)
-    beams.batch_select_indices(torch.tensor([1]))
-    assert measure(beams) < before
-    step, grown = torch.full((2, 1), 5), torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
-    one = run(model, beams, step[:1], grown[:1])
-    torch.testing.assert_close(one, run(model, cache, step, grown)[:1], **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["snapkv+transform", "adakv+int4"])
-def test_newer_tokens_can_be_taken_back(name, batch, fitted, run):
-    model, (ids, mask) = fitted[0], batch
-    cache = compressed(fitted, name, run, ids, mask)
-    other = cache.fork()
-    run(model, cache, ids[:, LENGTH : LENGTH + 7], mask)
-    cache.crop(-7)
-    step = ids[:, LENGTH : LENGTH + 1]
-    torch.testing.assert_close(run(model, cache, step, mask), run(model, other, step, mask), **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["kvzip+transform", "adakv+int4"])
-def test_saved_caches_go_on_with_the_same_bits(name, batch, fitted, run, tmp_path):
-    ids, mask = batch
-    model, calibration = fitted
-    # Its own: a calibration keeps the codecs of all bits that it was asked for.
-    alone = model, Calibration.from_tensors(calibration.tensors(), calibration.num_tokens)
-    cache = compressed(alone, name, run, ids, mask)
-    cache.batch_select_indices(torch.tensor([1, 0, 0]))
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = load_cache(model, tmp_path / "cache.safetensors")
-    assert measure(loaded) == measure(cache)
-    index = torch.tensor([1, 0, 0])
-    both = [run(model, c, ids[index, LENGTH:], mask[index], chunks=CHUNKS) for c in (cache, loaded)]
-    assert torch.equal(*both)
-    assert cache.report().to_dict() == loaded.report().to_dict()
-
-
-MODES = [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 150}, {}]
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: "".join(mode))
-@pytest.mark.parametrize("name", ["adakv+transform", "snapkv+int4"])
-def test_generate_writes_what_the_policy_alone_does(name, mode, fitted, make_ids):
-    """With many bits a value."""
-    (model, calibration), ids = fitted, make_ids(1, LENGTH, seed=3)
-    hf_kvcache.enable()
-    policy, encoding = name.split("+")
-    config = {key: value for key, value in OPTIONS.items() if key != "residual_length"}
-    fine = {
-        "transform": {"key_bits": 8, "value_bits": 4, "calibration": calibration},
-        "int4": {"q_group_size": 32, "bits": [[[8, 4], 8], [8, [8, 4]]]},
-    }[encoding]
-    texts = []
-    for technique, options in ((policy, config), (name, config | fine | {"residual_length": 40})):
-        cache = make_cache(model, technique, **options)
-        texts.append(model.generate(ids, max_new_tokens=6, do_sample=False, **mode, **{hf_kvcache.CACHE_ARG: cache}))
-        assert all(layer.stored_length < LENGTH for layer in cache.layers)
-    assert "older" in cache.layers[0].kept.stores
-    assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("name", ["kvzip+transform", "adakv+int4"])
-def test_turns_of_a_conversation(name, fitted, make_ids, run):
-    """Two turns by `generate()` are what the same cache gives by hand: the second prompt evicts again."""
-    model, ids = fitted[0], make_ids(1, LENGTH)
-    hf_kvcache.enable()
-    cache, by_hand = (new_cache(fitted, name) for _ in range(2))
-    for turn in range(2):
-        before = cache.get_seq_length()
-        text = model.generate(ids, max_new_tokens=8, do_sample=False, **{hf_kvcache.CACHE_ARG: cache})
-        assert cache.layers[0].stored_length < LENGTH
-        end = ids.shape[1]
-        for layer in by_hand.layers:
-            layer.begin_prompt(end)
-        token = run(model, by_hand, ids[:, before:])[:, -1:].argmax(-1)
-        if name.startswith("kvzip"):
-            by_hand.compress(ids)
-        for index in range(8):
-            assert token.item() == text[0, end + index], (turn, index)
-            token = run(model, by_hand, token)[:, -1:].argmax(-1) if index < 7 else token
-        ids = torch.cat([text, make_ids(1, 150, seed=4)], dim=1)
-
-
-# --- sizes
-
-
-def test_bits_are_those_of_the_stored_form_and_bases_are_there_once(make_ids, tiny_model, run):
-    model = tiny_model("llama", head_dim=64, max_position_embeddings=4096)
-    calibration = calibrate(model, make_ids(1, 600, seed=9))
-    cache = make_cache(model, "adakv+transform", keep_ratio=0.25, calibration=calibration)
-    empty = measure(cache)
-    bases = sum(t.nbytes for s in calibration.layers.values() for t in s)
-    bases += sum(getattr(c, n).nbytes for c in calibration.key_codecs(2.5).values() for n in ("analysis", "synthesis"))
-    assert bases <= empty < 1.1 * bases
-    run(model, cache, make_ids(1, 3000))
-    cache.compress()
-    report = cache.report()
-    # A quarter of the tokens: 128 newest ones and sinks exact; others at 2.44 bits and a slot, in groups that are not
-    # all full.
-    exact = 2 * 2 * (128 + 16) * 2 * 64 * 4
-    coded = sum(layer.kept.stores["older"].nbytes for layer in cache.layers)
-    num_groups = sum(len(layer.kept.stores["older"].groups) for layer in cache.layers)
-    full_groups = 2 * 2 * (750 - 132) / 128
-    assert full_groups <= num_groups <= full_groups + 4
-    assert coded / num_groups == pytest.approx(128 * (128 * 2.4375 / 8 + 4) + 4, rel=0.05)
-    assert coded < report.stored_bytes - empty < 1.05 * (coded + exact)
-    assert report.reserved_bytes == measure(cache)
-    forked = cache.fork()
-    assert measure([cache, forked]) < 1.01 * measure(cache)
-    bits = [layer.marginal_bits for layer in cache.layers]
-    assert report.marginal_bits_per_value == pytest.approx(sum(bits) / 2)
-    # Keys of 2.5 bits over all layers and a scale, values of 2 bits and a scale, an int32 slot for both.
-    assert sum(bits) / 2 == pytest.approx((2.5 + 8 / 64 + 2 + 16 / 64) / 2 + 32 / 128)
-
-
-def test_bytes_of_a_token_are_those_of_all_heads(fitted, make_ids, run):
-    cache = new_cache(fitted, "snapkv+int4")
+def test_bytes_of_a_token_are_those_of_all_heads(fitted, make_ids, run, new_cache):
+    cache = new_cache("snapkv+int4")
     run(fitted[0], cache, make_ids(1, 40))
     # Two bytes-wide scales and zero points for every 32 values.
     assert cache.layers[0].token_bytes == DIM * (2 + 8 + 2 * 4 + 4 * 1) / 8
