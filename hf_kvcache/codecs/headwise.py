@@ -1,7 +1,7 @@
 """Different codecs for different heads of one layer: heads that predictions depend on get more bits.
 
 Stores what its parts store. Decoded a slice at a time in each step, also where its parts could be multiplied as they
-are: choose a width for each layer where time matters.
+are: choose a width for each layer where time matters. Tokens that a policy keeps are read in each part's own form.
 """
 
 from collections.abc import Sequence
