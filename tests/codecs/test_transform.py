@@ -165,3 +165,15 @@ def test_a_head_alone_is_what_it_is_among_others(key_bits, statistics, keys):
     assert sum(sizes) == codec.encode(keys)[0].nbytes
     assert (sizes[2] == 0) == (key_bits == 0.5)
     assert codec.of_head(1) is codec.of_head(1)
+
+
+def test_coding_again_among_other_tokens_changes_little(statistics, keys):
+    """What evictions do, again and again: a token is coded by itself, whatever tokens share its group."""
+    codec = _codec(statistics, 2.5)
+    decoded = once = codec.decode(codec.encode(keys), SHAPE)
+    for seed in range(4):
+        order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(seed))
+        again = torch.empty_like(decoded)
+        again[:, :, order] = codec.decode(codec.encode(decoded[:, :, order]), SHAPE)
+        decoded = again
+    assert (decoded - keys).norm() < 1.05 * (once - keys).norm()
