@@ -216,6 +216,9 @@ class _OneHead(TransformKeyCodec):
         self._lay_out(whole.bits[head : head + 1])
         self._share()
 
+    def of_head(self, head: int) -> Codec:
+        return self
+
     def _share(self) -> None:
         for name in _OF_HEADS:
             setattr(self, name, getattr(self.whole, name)[self.head : self.head + 1])

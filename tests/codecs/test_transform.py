@@ -164,7 +164,7 @@ def test_a_head_alone_is_what_it_is_among_others(key_bits, statistics, keys):
             )
     assert sum(sizes) == codec.encode(keys)[0].nbytes
     assert (sizes[2] == 0) == (key_bits == 0.5)
-    assert codec.of_head(1) is codec.of_head(1)
+    assert codec.of_head(1) is codec.of_head(1) is codec.of_head(1).of_head(0)
 
 
 def test_coding_again_among_other_tokens_changes_little(statistics, keys):

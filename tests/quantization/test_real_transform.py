@@ -41,10 +41,11 @@ def test_what_a_policy_keeps_is_closest_by_transform(real_model):
     options = {"keydiff": {}, "keydiff+transform": {"key_bits": 2, "calibration": calibrate(model, tokenizer)}}
     for name, own in (options | {"keydiff+turboquant": rotated}).items():
         cache = make_cache(model, name, budget=600, **own)
-        with torch.no_grad(), cache.prompt(ids[:, :1000], 1000):
-            model(ids[:, :1000], use_cache=True, **{CACHE_ARG: cache})
-        assert cache.layers[0].stored_length == 600
-        logits[name] = forced_logits(model, cache, ids[:, 1000:])[0].log_softmax(-1)
+        with torch.no_grad():
+            with cache.prompt(ids[:, :1000], 1000):
+                model(ids[:, :1000], use_cache=True, **{CACHE_ARG: cache})
+            assert cache.layers[0].stored_length == 600
+            logits[name] = forced_logits(model, cache, ids[:, 1000:])[0].log_softmax(-1)
     exact = logits.pop("keydiff")
     kl = {name: (exact.exp() * (exact - other)).sum(-1).mean().item() for name, other in logits.items()}
     assert kl["keydiff+transform"] < kl["keydiff+turboquant"] / 2
