@@ -183,13 +183,17 @@ class _Builder:
             layer=self.full.index(context.layer_idx),
             num_layers=len(self.full),
         )
+        rotary = self._rotary_to_move(attention, context)
+        codecs = None
+        if self.encoding is not None:
+            codecs = self.encoding.codecs_of_heads(attention, context, is_packed=rotary is not None)
         return EvictingLayer(
             context,
             name=name,
             policy=policy,
             plan=EvictionPlan.of(self.options, len(self.full)),
-            rotary=self._rotary_to_move(attention, context),
-            codecs=None if self.encoding is None else self.encoding.codecs_of_any_head(attention, context),
+            rotary=rotary,
+            codecs=codecs,
             residual_length=self.options.get("residual_length", 0),
         )
 

@@ -31,6 +31,14 @@ class Rotary:
         rope_type = _rope_type(embedding, layer_type)
         if "dynamic" in rope_type or rope_type == "longrope":
             raise NotComposableError(f"rope_type={rope_type!r} changes with length")
+        self._scale = 1.0
+        # Some embeddings scale queries and keys: what they give for position 0 is that scale.
+        device = next(self.embedding.buffers()).device
+        self._scale = (
+            self._tables(torch.empty(0, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))[0]
+            .max()
+            .item()
+        )
         self._check_composes(head_dim)
 
     def __deepcopy__(self, memo: dict) -> "Rotary":
@@ -47,8 +55,7 @@ class Rotary:
         # float32 tables: a bfloat16 cosine of a large distance would be off by whole tokens.
         probe = torch.empty(0, dtype=torch.float32, device=states.device)
         cos, sin = self.embedding(probe, positions, **extra)
-        scale, _ = self.embedding(probe, torch.zeros_like(positions[:, :1]), **extra)
-        return cos / scale, sin / scale
+        return (cos, sin) if self._scale == 1.0 else (cos / self._scale, sin / self._scale)
 
     @torch.no_grad()
     def _check_composes(self, head_dim: int) -> None:

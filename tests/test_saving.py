@@ -51,6 +51,8 @@ CACHES = (
     *((name, "llama", _EVICTED, {}) for name in _POLICIES if name != "kvzip"),
     ("kvzip", "gemma3", {"budget": 40}, {}),
     ("adakv+int8", "llama", _EVICTED | _INTEGER, {}),
+    ("adakv+int8", "llama", _EVICTED | _INTEGER | {"bits": [[[8, 4], 4], 8]}, {}),
+    ("adakv+transform", "llama", _EVICTED | _CODED, {"max_position_embeddings": 512}),
     ("blend+turboquant", "falcon_h1", _EVICTED | _CODED, {}),
     *((name, "llama", _READ, {"max_position_embeddings": 512}) for name in _READERS),
     ("quest+int4", "llama", _READ | _INTEGER, {"max_position_embeddings": 512}),

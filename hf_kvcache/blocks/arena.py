@@ -63,6 +63,11 @@ class Arena:
         return self.block_size * sum(p.num_heads * p.dim * p.dtype.itemsize for p in self.specs)
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that at least one table refers to."""
+        return self.num_used_blocks * self.block_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         return sum(plane.untyped_storage().nbytes() for plane in self.planes)
 

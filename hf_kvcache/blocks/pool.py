@@ -37,7 +37,7 @@ class BlockPool:
     @property
     def used_bytes(self) -> int:
         """Bytes of the blocks that at least one sequence refers to."""
-        return sum(arena.num_used_blocks * arena.block_bytes for arena in self._arenas)
+        return sum(arena.used_bytes for arena in self._arenas)
 
     def register(self, arena: object) -> None:
         """Count `arena` in this pool for as long as it is alive."""

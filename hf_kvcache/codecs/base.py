@@ -52,6 +52,11 @@ class Codec(ABC):
     """
 
     group_length: int
+    num_heads: int | None = None  # heads that it encodes in ways of their own; None if it encodes any head
+
+    def of_head(self, head: int) -> "Codec":
+        """What encodes `head` apart from the others."""
+        return self
 
     @abstractmethod
     def planes(self, shape: Shape) -> tuple[Plane, ...]:

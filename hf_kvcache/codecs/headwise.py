@@ -1,7 +1,7 @@
 """Different codecs for different heads of one layer: heads that predictions depend on get more bits.
 
 Stores what its parts store. Decoded a slice at a time in each step, also where its parts could be multiplied as they
-are: choose a width for each layer where time matters.
+are: choose a width for each layer where time matters. Tokens that a policy keeps are read in each part's own form.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,13 @@ class HeadwiseCodec(Codec):
         self.group_length = codecs[0].group_length
         assert all(codec.group_length == self.group_length for codec in codecs), "heads are encoded together"
         self.num_heads = len(codecs)
+        self.codecs = tuple(codecs)
         self.parts = [
             (codec, [head for head, other in enumerate(codecs) if other is codec]) for codec in dict.fromkeys(codecs)
         ]
+
+    def of_head(self, head: int) -> Codec:
+        return self.codecs[head]
 
     def _planes_of_parts(self, shape: Shape) -> list[tuple[Plane, ...]]:
         return [codec.planes(shape._replace(num_heads=len(heads))) for codec, heads in self.parts]

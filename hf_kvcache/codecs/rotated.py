@@ -16,7 +16,7 @@ import torch
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape, StoredForm
-from .packing import fill_table, pack, unpack
+from .packing import fill_table, look_up, pack, unpack
 
 GROUP_LENGTH = 128
 _LARGEST = torch.finfo(torch.float16).max
@@ -95,7 +95,7 @@ class _RotatedCodec(Codec):
             part = unpack(plane.unflatten(-1, (self.group_length, -1)), width) << shift
             codes = part if codes is None else codes | part
             shift += width
-        return codebook(self.nbits).to(codes.device)[codes.int()]
+        return look_up(codebook(self.nbits), codes)
 
     def _fit(self, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes (uint8) of each rotated vector, the best of a few scales to round at; least-squares and unbiased scale.

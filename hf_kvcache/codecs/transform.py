@@ -20,12 +20,14 @@ from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
-from .packing import pack, unpack
+from .packing import look_up, pack, unpack
 from .rotated import codebook
 from .statistics import LayerStatistics
 
 GROUP_LENGTH = 128
 MAX_BITS = 8
+# What a codec holds of each head, and of the order in which coefficients are stored.
+_OF_HEADS, _LAYOUT = ("mean", "analysis", "synthesis", "weight"), ("order", "head_of", "place", "num_coded")
 # Groups encoded at a time: a long prompt needs no more memory than this.
 _GROUPS_AT_A_TIME = 16
 # A token's scale is a power of two with this many steps an octave, in one byte around 2**0.
@@ -82,8 +84,7 @@ class TransformKeyCodec(Codec):
     group_length = GROUP_LENGTH
 
     def __init__(self, statistics: LayerStatistics, bits: torch.Tensor):
-        dim = bits.shape[1]
-        self.total_bits = int(bits.sum())
+        self.bits, self.num_heads = bits, len(bits)
         mixed = torch.stack([mixing(row) for row in bits])  # [H, D, D]
         spread = statistics.variance.double().sqrt()
         analysis = statistics.basis.double()
@@ -92,19 +93,29 @@ class TransformKeyCodec(Codec):
         self.synthesis = (mixed @ (torch.linalg.inv(analysis) * spread[..., None])).float()
         # The error of a mixed coefficient counts as that of the mean of those it is mixed from.
         weight = (mixed.square() @ statistics.variance.double()[..., None]).squeeze(-1)
-        self.weight = weight.float().flatten()
-        # Coefficients of all heads in the order in which they are stored: by their bits, most first.
+        self.weight = weight.float()
+        self._lay_out(bits)
+        self._heads: dict[int, TransformKeyCodec] = {}
+
+    def _lay_out(self, bits: torch.Tensor) -> None:
+        """Say where the coefficients of heads with `bits` `[H, D]` are stored: by their bits, most first."""
+        self.total_bits = int(bits.sum())
         flat = bits.flatten()
         order = flat.argsort(descending=True, stable=True)[: int((flat > 0).sum())]
         self.order = order
         self.segments = [(b, int((flat == b).sum())) for b in flat.unique().flip(0).tolist() if b]
-        self.head_of = order // dim
+        self.head_of = order // bits.shape[1]
         # Where each coefficient is stored, those without bits past the end.
         self.place = torch.full((flat.numel(),), len(order)).index_copy(0, order, torch.arange(len(order)))
         self.num_coded = (bits > 0).sum(-1).clamp(min=1).float()  # [H]
 
     def __deepcopy__(self, memo: dict) -> "TransformKeyCodec":
         return self  # never changes
+
+    def of_head(self, head: int) -> Codec:
+        if head not in self._heads:
+            self._heads[head] = _OneHead(self, head)
+        return self._heads[head]
 
     def planes(self, shape: Shape) -> tuple[Plane, ...]:
         return (
@@ -137,7 +148,7 @@ class TransformKeyCodec(Codec):
         """Codes `[B, C, T]` at the scale `start + step` `[B, H, T]`, that step, and the weighted error `[B, H, T]`."""
         scale = torch.exp2((start + step) / _STEPS_PER_OCTAVE)[:, self.head_of]  # [B, C, T]
         codes, decoded = self._round(rows / scale)
-        squares = (decoded * scale - rows).square_() * self.weight[self.order, None]
+        squares = (decoded * scale - rows).square_() * self.weight.flatten()[self.order, None]
         return codes, step, torch.zeros_like(start).index_add_(1, self.head_of, squares)
 
     def _better(self, one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -148,7 +159,7 @@ class TransformKeyCodec(Codec):
 
     def _round(self, scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The nearest codes (uint8) of `[B, C, T]` coefficients, and the levels they stand for."""
-        codes, decoded = [], []
+        codes, decoded = [scaled[:, :0].to(torch.uint8)], [scaled[:, :0]]  # a head may have no bits
         for part, (nbits, _) in zip(scaled.split([n for _, n in self.segments], dim=1), self.segments, strict=True):
             levels = codebook(nbits).to(scaled.device)
             index = torch.bucketize(part.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
@@ -159,7 +170,7 @@ class TransformKeyCodec(Codec):
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes `[B, C, T]` as bytes `[B, 1, n, total_bits * 16]`; a code of 3 bits is packed as 1 bit and 2 bits."""
         grouped = codes.unflatten(2, (-1, self.group_length)).transpose(1, 2)  # [B, n, C, G]
-        parts = []
+        parts = [grouped[:, :, :0].flatten(2)]
         for part, (nbits, _) in zip(grouped.split([n for _, n in self.segments], dim=2), self.segments, strict=True):
             for width, shift in _widths(nbits):
                 parts.append(pack((part >> shift) & (2**width - 1), width).flatten(2))
@@ -167,7 +178,7 @@ class TransformKeyCodec(Codec):
 
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The levels that `packed` `[B, n, bytes]` stands for, `[B, n, C, G]`."""
-        decoded, begin = [], 0
+        decoded, begin = [torch.empty(*packed.shape[:2], 0, self.group_length, device=packed.device)], 0
         for nbits, count in self.segments:
             codes = None
             for width, shift in _widths(nbits):
@@ -175,7 +186,7 @@ class TransformKeyCodec(Codec):
                 part = unpack(packed[..., begin : begin + size].unflatten(-1, (count, -1)), width) << shift
                 codes = part if codes is None else codes | part
                 begin += size
-            decoded.append(codebook(nbits).to(packed.device)[codes.int()])
+            decoded.append(look_up(codebook(nbits), codes))
         return torch.cat(decoded, dim=2)
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
@@ -193,7 +204,30 @@ class TransformKeyCodec(Codec):
 
     def _move_to(self, device: torch.device) -> None:
         if self.mean.device != device:
-            for name in ("mean", "analysis", "synthesis", "weight", "order", "head_of", "place", "num_coded"):
+            for name in (*_OF_HEADS, *_LAYOUT):
+                setattr(self, name, getattr(self, name).to(device))
+
+
+class _OneHead(TransformKeyCodec):
+    """One head of a `TransformKeyCodec`, whose tensors it shares: a basis is there once, however it is used."""
+
+    def __init__(self, whole: TransformKeyCodec, head: int):
+        self.whole, self.head, self.num_heads = whole, head, None
+        self._lay_out(whole.bits[head : head + 1])
+        self._share()
+
+    def of_head(self, head: int) -> Codec:
+        return self
+
+    def _share(self) -> None:
+        for name in _OF_HEADS:
+            setattr(self, name, getattr(self.whole, name)[self.head : self.head + 1])
+
+    def _move_to(self, device: torch.device) -> None:
+        if self.mean.device != device:
+            self.whole._move_to(device)
+            self._share()
+            for name in _LAYOUT:
                 setattr(self, name, getattr(self, name).to(device))
 
 

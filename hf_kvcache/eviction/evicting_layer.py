@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..codecs.by_head import HeadCodecs
 from ..layers.layer import LayerContext
 from ..layers.layer_state import LayerState
 from ..masks import as_mask_for
@@ -24,7 +25,6 @@ from ..policies.selection import smooth
 from ..rotary import Rotary
 from .eviction_plan import EvictionPlan
 from .kept_layer import KeptLayer
-from .kept_tokens import Codecs
 
 
 class EvictingLayer(KeptLayer):
@@ -37,7 +37,7 @@ class EvictingLayer(KeptLayer):
         plan: how many stay, and when the others go.
         rotary: given for `positions="cache"`: kept keys are turned to stand right before the newer tokens, as if what
             was evicted had never been there.
-        codecs: encode kept keys and values; None for none.
+        codecs: of each head's kept keys and values; None for none.
         residual_length: newest tokens that are not encoded.
     """
 
@@ -49,7 +49,7 @@ class EvictingLayer(KeptLayer):
         policy: Policy,
         plan: EvictionPlan,
         rotary: Rotary | None = None,
-        codecs: Codecs | None = None,
+        codecs: HeadCodecs | None = None,
         residual_length: int = 0,
     ):
         self.name = name

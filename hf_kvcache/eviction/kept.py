@@ -8,25 +8,26 @@ import torch
 from torch import nn
 
 from ..blocks import BlockPool
+from ..codecs.by_head import HeadCodecs
 from ..codecs.exact import ExactCodec
 from ..layers.layer_state import LayerState
 from ..policies.base import Held
 from .kept_attention import attend_kept
-from .kept_tokens import Codecs, KeptTokens, move_to_front
+from .kept_tokens import KeptTokens
 
 _STORES = ("sinks", "older", "newest")  # in the order of their slots
-_EXACT = (ExactCodec(), ExactCodec())
+_EXACT = HeadCodecs(ExactCodec(), ExactCodec())
 
 
 class Kept:
     """Stores of kept tokens, and which of their rows each sequence reads: sequences share what they have in common.
 
     Args:
-        codecs: encode older tokens; None for none, and then there is one store.
+        codecs: of each head's older tokens; None for none, and then there is one store.
         num_sink_tokens: first real tokens of each row that are not encoded.
     """
 
-    def __init__(self, codecs: Codecs | None, num_sink_tokens: int):
+    def __init__(self, codecs: HeadCodecs | None, num_sink_tokens: int):
         self.codecs = codecs
         self.num_sink_tokens = num_sink_tokens
         self._hold({}, np.zeros(0, dtype=np.int64))
@@ -85,7 +86,11 @@ class Kept:
             log_mass = None
             if newest.log_mass is not None:
                 log_mass = nn.functional.pad(newest.padded_log_mass(self.rows), (0, newer.slots.shape[-1]))
-            newer = newer._replace(keys=keys, values=values, slots=slots, positions=slots, log_mass=log_mass)
+            positions = slots
+            if self.codecs.is_packed:
+                packed = packed_positions(before[2] >= 0, newer.positions[..., :1])
+                positions = torch.cat([packed, newer.positions], dim=2)
+            newer = newer._replace(keys=keys, values=values, slots=slots, positions=positions, log_mass=log_mass)
         joined = {name: store for name, store in self.stores.items() if name != "newest"}
         for name, store in self._encode(pool, newer, newer.is_held, newer.seen).items():
             joined[name] = joined[name].join(pool, store) if name in joined else store
@@ -118,7 +123,7 @@ class Kept:
         """Keep only the rows `taken` of the stores; `rows` of them are read from now on."""
         stores = {name: store.take(pool, taken) for name, store in self.stores.items()}
         # The rows that are left may have nothing in a store that others needed.
-        self._hold({name: store for name, store in stores.items() if store.num_used_blocks}, rows)
+        self._hold({name: store for name, store in stores.items() if len(store.groups)}, rows)
 
     def fork(self) -> "Kept":
         """The same stores, which never change."""
@@ -146,13 +151,30 @@ class Kept:
         self._hold({name: store.to(pool) for name, store in self.stores.items()}, self.rows)
 
 
-def _store(pool: BlockPool, codecs: Codecs, held: Held, keep: torch.Tensor) -> KeptTokens | None:
-    source = move_to_front(keep, codecs[0].group_length)
+def _store(pool: BlockPool, codecs: HeadCodecs, held: Held, keep: torch.Tensor) -> KeptTokens | None:
+    source = move_to_front(keep, codecs.group_length)
     if not source.shape[-1]:
         return None
     # A group that is not full is filled up with its last token, which widens no range of values.
     index = torch.where(source >= 0, source, source.amax(dim=-1, keepdim=True)).clamp(min=0)
     states = [s.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, s.shape[-1])) for s in held[:2]]
     slots = held.slots.gather(2, index).masked_fill(source < 0, -1)
+    # Of a row that has had only padding so far, nothing is stored.
+    positions = (held.positions - held.first_slot[:, None, None]).clamp(min=0).gather(2, index)
     log_mass = None if held.log_mass is None else held.log_mass.gather(2, index)
-    return KeptTokens(pool, codecs, states, slots, log_mass)
+    return KeptTokens(pool, codecs, states, slots, positions, log_mass)
+
+
+def packed_positions(is_kept: torch.Tensor, begin: torch.Tensor | int) -> torch.Tensor:
+    """Positions `[B, H, n]` of the tokens that are kept, one after the other and the last right before `begin`."""
+    places = is_kept.cumsum(dim=-1)
+    return begin + places - 1 - places[..., -1:]
+
+
+def move_to_front(keep: torch.Tensor, group_length: int) -> torch.Tensor:
+    """Columns to keep, bool `[B, H, n]`, in order: int64 `[B, H, w]`, -1 behind the last; `w` fills whole groups."""
+    counts = keep.sum(dim=-1, keepdim=True)
+    most = int(counts.max()) if keep.shape[-1] else 0
+    order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+    order = nn.functional.pad(order, (0, -most % group_length))
+    return torch.where(torch.arange(order.shape[-1], device=keep.device) < counts, order, -1)

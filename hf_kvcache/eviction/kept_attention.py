@@ -10,8 +10,9 @@ from ..attention import attend_with_logsumexp
 from ..masks import as_additive, as_mask_for, visible
 from .kept_tokens import KeptTokens
 
-# Tokens of all heads decoded at a time where the stored form cannot be multiplied as it is.
-SLICE_LENGTH = 8192
+# Tokens of all heads decoded at a time where the stored form cannot be multiplied as it is: what comes of so many is
+# still in a nearby cache when it is used.
+SLICE_LENGTH = 2048
 
 
 def attend_kept(

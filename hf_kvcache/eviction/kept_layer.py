@@ -8,6 +8,7 @@ from torch import nn
 
 from ..attention import Piece, attend_merged, attend_packed, can_merge
 from ..codecs.base import Shape
+from ..codecs.by_head import HeadCodecs
 from ..layers.attending_layer import AttendingLayer
 from ..layers.first_slots import FirstSlots
 from ..layers.layer import LayerContext
@@ -15,9 +16,8 @@ from ..layers.layer_state import LayerState
 from ..policies.base import Held
 from ..rotary import Rotary
 from . import kept_kernel
-from .kept import Kept
+from .kept import Kept, packed_positions
 from .kept_attention import join_kept
-from .kept_tokens import Codecs
 
 # From so many query tokens on, one dense copy of a layer's tokens costs less than attending to them in their groups.
 _MANY_QUERIES = 32
@@ -34,7 +34,7 @@ class KeptLayer(AttendingLayer):
     Args:
         context: where the blocks come from.
         rotary: of kept keys that were turned to stand right before the newer tokens; None if they keep their positions.
-        codecs: encode kept keys and values; None for none.
+        codecs: of each head's kept keys and values; None for none.
         residual_length: newest tokens that are not encoded.
         num_sink_tokens: first real tokens of each row that are not encoded.
     """
@@ -44,7 +44,7 @@ class KeptLayer(AttendingLayer):
         context: LayerContext,
         *,
         rotary: Rotary | None,
-        codecs: Codecs | None,
+        codecs: HeadCodecs | None,
         residual_length: int,
         num_sink_tokens: int,
     ):
@@ -70,10 +70,15 @@ class KeptLayer(AttendingLayer):
         """Bytes that a kept token takes, in its stored form."""
         if self.codecs is None:
             return self.table.arena.block_bytes / self.table.arena.block_size
-        shapes = (Shape(spec.num_heads, spec.dim, spec.dtype) for spec in self.table.arena.specs)
-        planes = [plane for codec, shape in zip(self.codecs, shapes, strict=True) for plane in codec.planes(shape)]
-        size = sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in planes)
-        return size / self.codecs[0].group_length
+        specs = self.table.arena.specs
+        return self.codecs.token_bytes(specs[0].num_heads, [Shape(1, spec.dim, spec.dtype) for spec in specs])
+
+    @property
+    def marginal_bits(self) -> float:
+        if self.codecs is None:
+            return super().marginal_bits
+        slot_bytes = 4 * self.table.arena.specs[0].num_heads
+        return 8 * (self.token_bytes + slot_bytes) / self.values_per_token
 
     @property
     def stored_length(self) -> float:
@@ -129,8 +134,7 @@ class KeptLayer(AttendingLayer):
             keys, values, kept_slots = self.kept.padded()
             positions = kept_slots
             if self.rotary is not None:
-                places = (kept_slots >= 0).cumsum(dim=-1)
-                positions = start + places - 1 - places[..., -1:]
+                positions = packed_positions(kept_slots >= 0, start)
             parts.insert(0, Held(keys, values, kept_slots, positions, *whole, self.kept.log_mass()))
         return parts
 
@@ -150,10 +154,11 @@ class KeptLayer(AttendingLayer):
         older = held.columns(slice(split))
         keep = keep[..., :split]
         if self.rotary is not None:
-            places = keep.cumsum(dim=-1)
-            distance = (begin + places - 1 - places[..., -1:] - older.positions).flatten(0, 1)
+            positions = packed_positions(keep, begin)
+            distance = (positions - older.positions).flatten(0, 1)
             flat = self.rotary.turn(older.keys.flatten(0, 1).unsqueeze(1), distance)
-            older = older._replace(keys=flat.squeeze(1).unflatten(0, older.keys.shape[:2]))
+            keys = flat.squeeze(1).unflatten(0, older.keys.shape[:2])
+            older = older._replace(keys=keys, positions=positions)
         # Whole blocks from the first on: the decode kernel reads them whole, and may not find garbage there.
         gap = begin % self.table.arena.block_size
         self.table.restart(begin - gap)
@@ -166,7 +171,7 @@ class KeptLayer(AttendingLayer):
         """Encode newer tokens that have become older, many at a time."""
         if self.codecs is None or self.record_past:
             return
-        size = self.codecs[0].group_length
+        size = self.codecs.group_length
         count = (self.table.length - self.residual_length) // size * size
         if count >= max(size, _SETTLES_AT_A_TIME):
             self._settle(count)

@@ -9,94 +9,95 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..blocks import BlockPool
-from ..codecs.base import Codec, Shape
+from ..codecs.base import Shape
+from ..codecs.by_head import HeadCodecs
 from ..codecs.exact import ExactCodec
 from ..layers.layer_state import LayerState
+from .coded_groups import CodedGroups
 
-Codecs = tuple[Codec, Codec]
+_BESIDE = ("slots", "origins", "log_mass")  # what is stored of each group besides its planes
 
 
 class KeptTokens:
-    """`N` groups of `G` tokens, each of one head of one row: a codec's planes `[N, *]`, and slots `[N, G]`.
+    """`N` groups of `G` tokens, each of one head of one row (`CodedGroups`), and the tokens' slots `[N, G]`.
 
     Groups are ordered by row, then head. A slot is -1 where a group holds no token. What is added to a token's scores
-    (`log_mass`, float32 `[N, G]`) is there only where tokens may stand for others.
+    (`log_mass`, float32 `[N, G]`) is there only where tokens may stand for others, and the position of each group's
+    first token (`origins`, int32 `[N]`) only where keys are encoded without their rotary embedding.
 
     Args:
         pool: counts the memory.
-        codecs: of keys and values.
+        codecs: of each head.
         states: keys and values `[B, H, w, D]` to keep, those of each head first; `w` is a multiple of `G`.
         slots: int64 `[B, H, w]`, their places in the sequence; -1 from where a head has no more.
+        positions: int64 `[B, H, w]`, of the keys, by the distance from the row's first real token. Of a group, they are
+            as far from each other as the slots, or 1 if `codecs.is_packed`.
         log_mass: added to their scores, `[B, H, w]`; None if each stands for itself alone.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        codecs: Codecs,
+        codecs: HeadCodecs,
         states: Sequence[torch.Tensor],
         slots: torch.Tensor,
+        positions: torch.Tensor | None = None,
         log_mass: torch.Tensor | None = None,
     ):
         self._describe(codecs, states)
-        is_group = (slots >= 0).unflatten(-1, (-1, self.group_length)).any(dim=-1)
-        encoded = [plane for codec, state in zip(codecs, states, strict=True) for plane in codec.encode(state)]
-        self._hold(
-            pool,
-            [plane[is_group] for plane in encoded],
-            slots.unflatten(-1, (-1, self.group_length))[is_group],
-            None if log_mass is None else log_mass.unflatten(-1, (-1, self.group_length))[is_group],
-            # A sync an eviction: how many groups each head of each row needs.
-            is_group.sum(dim=-1).cpu().numpy(),
-            (slots >= 0).sum(dim=-1).cpu().numpy(),
-        )
+        grouped = slots.unflatten(-1, (-1, self.group_length))
+        is_group = (grouped >= 0).any(dim=-1)
+        keys, values = states
+        beside = {"slots": grouped[is_group].to(torch.int32)}
+        if codecs.rotary is not None:
+            keys = codecs.turn(keys.flatten(0, 1), -positions.flatten(0, 1)).view_as(keys)
+            beside["origins"] = positions[..., :: self.group_length][is_group].to(torch.int32)
+        if log_mass is not None:
+            beside["log_mass"] = log_mass.unflatten(-1, (-1, self.group_length))[is_group]
+        # A sync an eviction: how many groups each head of each row needs.
+        num_groups = is_group.sum(dim=-1).cpu().numpy()
+        planes = CodedGroups.encode(codecs, (keys, values), is_group)
+        groups = CodedGroups(pool, codecs, self.shapes, planes, codecs.kinds_of(num_groups))
+        self._hold(pool, groups, beside, num_groups, (slots >= 0).sum(dim=-1).cpu().numpy())
 
-    def _describe(self, codecs: Codecs, states: Sequence[torch.Tensor]) -> None:
+    def _describe(self, codecs: HeadCodecs, states: Sequence[torch.Tensor]) -> None:
         self.codecs = codecs
-        self.group_length = codecs[0].group_length
+        self.group_length = codecs.group_length
         self.num_heads = states[0].shape[1]
         self.shapes = tuple(Shape(1, state.shape[-1], state.dtype) for state in states)
-        self._num_key_planes = len(codecs[0].planes(self.shapes[0]))
 
     @classmethod
     def from_state(
-        cls, pool: BlockPool, codecs: Codecs, states: Sequence[torch.Tensor], state: LayerState
+        cls, pool: BlockPool, codecs: HeadCodecs, states: Sequence[torch.Tensor], state: LayerState
     ) -> "KeptTokens":
         """What gave `state`; `states` are any keys and values of the layer, for their shapes."""
         kept = object.__new__(cls)
         kept._describe(codecs, states)
         tensors = {name: tensor.to(pool.device) for name, tensor in state.tensors.items()}
-        planes = [tensors[f"plane_{index}"] for index in range(sum(name.startswith("plane_") for name in tensors))]
         counts, num_groups = (state.tensors[name].numpy() for name in ("counts", "num_groups"))
-        kept._hold(pool, planes, tensors["slots"], tensors.get("log_mass"), num_groups, counts)
+        groups = CodedGroups.from_named(pool, codecs, kept.shapes, tensors, codecs.kinds_of(num_groups))
+        beside = {name: tensors[name] for name in _BESIDE if name in tensors}
+        kept._hold(pool, groups, beside, num_groups, counts)
         return kept
 
     def state(self) -> LayerState:
         """Everything, as plain tensors."""
-        tensors = {f"plane_{index}": plane for index, plane in enumerate(self.planes)}
         counts = {"counts": torch.from_numpy(self.counts), "num_groups": torch.from_numpy(self._num_groups)}
-        mass = {} if self.log_mass is None else {"log_mass": self.log_mass}
-        return LayerState(tensors | {"slots": self.slots} | mass | counts)
+        return LayerState(self.groups.named() | self._beside | counts)
 
     def _hold(
         self,
         pool: BlockPool,
-        planes: list[torch.Tensor],
-        slots: torch.Tensor,
-        log_mass: torch.Tensor | None,
+        groups: CodedGroups,
+        beside: dict[str, torch.Tensor],
         num_groups: np.ndarray,
         counts: np.ndarray,
     ) -> None:
-        pool.check_room(sum(plane.nbytes for plane in planes))
-        self.planes = [pool.reserve(tuple(plane.shape), plane.dtype) for plane in planes]
-        for own, plane in zip(self.planes, planes, strict=True):
-            own.copy_(plane)
+        self.groups = groups
         with torch.inference_mode(False):
-            self.slots = slots.to(torch.int32).clone()
-            self.log_mass = None if log_mass is None else log_mass.clone()
+            self._beside = {name: tensor.clone() for name, tensor in beside.items()}  # a row for each group
         self.counts, self._num_groups = counts, num_groups
         self._owner: torch.Tensor | None = None
         pool.register(self)
@@ -105,19 +106,23 @@ class KeptTokens:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(plane.untyped_storage().nbytes() for plane in self.planes)
+        return self.groups.nbytes
 
-    @property
-    def num_used_blocks(self) -> int:
-        return int(self._num_groups.sum())
+    used_bytes = reserved_bytes  # nothing here is room to grow
 
-    @property
-    def block_bytes(self) -> int:
-        return sum(plane[:1].nbytes for plane in self.planes)
+    # --- how they lie
 
     @property
     def nbytes(self) -> int:
-        return self.reserved_bytes + self.slots.nbytes + (0 if self.log_mass is None else self.log_mass.nbytes)
+        return self.reserved_bytes + sum(tensor.nbytes for tensor in self._beside.values())
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self._beside["slots"]
+
+    @property
+    def log_mass(self) -> torch.Tensor | None:
+        return self._beside.get("log_mass")
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +130,7 @@ class KeptTokens:
 
     @property
     def is_exact(self) -> bool:
-        return isinstance(self.codecs[0], ExactCodec)
+        return isinstance(self.codecs.pairs[0][0], ExactCodec)
 
     @property
     def is_even(self) -> bool:
@@ -145,27 +150,27 @@ class KeptTokens:
 
     def to(self, pool: BlockPool) -> "KeptTokens":
         """The same tokens on another device."""
-        planes = [plane.to(pool.device) for plane in self.planes]
-        mass = None if self.log_mass is None else self.log_mass.to(pool.device)
-        return self._like(pool, planes, self.slots.to(pool.device), mass, self._num_groups, self.counts)
+        beside = {name: tensor.to(pool.device) for name, tensor in self._beside.items()}
+        return self._like(pool, self.groups.to(pool), beside, self._num_groups, self.counts)
 
     def take(self, pool: BlockPool, rows: np.ndarray) -> "KeptTokens":
         """A copy of some rows, to let go of the others."""
         own = np.repeat(np.arange(self.num_rows), self._num_groups.sum(axis=1))
         groups = np.concatenate([np.flatnonzero(own == row) for row in rows])
         index = torch.from_numpy(groups).to(self.slots.device)
-        planes = [plane[index] for plane in self.planes]
-        mass = None if self.log_mass is None else self.log_mass[index]
-        return self._like(pool, planes, self.slots[index], mass, self._num_groups[rows], self.counts[rows])
+        beside = {name: tensor[index] for name, tensor in self._beside.items()}
+        return self._like(pool, self.groups.take(pool, groups), beside, self._num_groups[rows], self.counts[rows])
 
     def join(self, pool: BlockPool, newer: "KeptTokens") -> "KeptTokens":
         """Each head's groups, then its groups of `newer`. Nothing is encoded again."""
-        order = torch.cat([self.owner, newer.owner]).argsort(stable=True)
-        planes = [torch.cat(pair)[order] for pair in zip(self.planes, newer.planes, strict=True)]
-        slots = torch.cat([self.slots, newer.slots])[order]
-        pair = [store.mass_of_groups for store in (self, newer)]
-        mass = None if self.log_mass is None and newer.log_mass is None else torch.cat(pair)[order]
-        return self._like(pool, planes, slots, mass, self._num_groups + newer._num_groups, self.counts + newer.counts)
+        order = np.concatenate([store._owners() for store in (self, newer)]).argsort(kind="stable")
+        index = torch.from_numpy(order).to(self.slots.device)
+        pair = [store._beside for store in (self, newer)]
+        if any("log_mass" in beside for beside in pair):
+            pair = [store._beside | {"log_mass": store.mass_of_groups} for store in (self, newer)]
+        beside = {name: torch.cat([own[name] for own in pair])[index] for name in pair[0]}
+        groups = self.groups.join(pool, newer.groups, order)
+        return self._like(pool, groups, beside, self._num_groups + newer._num_groups, self.counts + newer.counts)
 
     # --- reading
 
@@ -176,10 +181,19 @@ class KeptTokens:
 
     def decoded(self, start: int, stop: int) -> list[torch.Tensor]:
         """Keys and values `[n, G, D]` of the groups from `start` to `stop`."""
-        planes = [plane[None, None, start:stop] for plane in self.planes]
-        split = self._num_key_planes
-        pairs = zip(self.codecs, (planes[:split], planes[split:]), self.shapes, strict=True)
-        return [codec.decode(part, shape)[0, 0].unflatten(0, (-1, self.group_length)) for codec, part, shape in pairs]
+        keys, values = self.groups.decoded(start, stop)
+        if self.codecs.rotary is not None:
+            keys = self.codecs.turn(keys, self._positions(start, stop))
+        return [keys, values]
+
+    def _positions(self, start: int, stop: int) -> torch.Tensor:
+        """The position of each key, `[n, G]`."""
+        slots = self.slots[start:stop]
+        if self.codecs.is_packed:
+            steps = torch.arange(self.group_length, dtype=slots.dtype, device=slots.device)
+        else:
+            steps = (slots - slots[:, :1]).clamp(min=0)  # 0 where there is no token
+        return self._beside["origins"][start:stop, None] + steps
 
     def _groups_of(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Index of each group `[B, H, n]`, 0 for none, and whether there is none; None if the groups lie so already."""
@@ -192,11 +206,12 @@ class KeptTokens:
         groups = np.where(is_there, starts[..., None] + places, 0)
         return torch.from_numpy(groups).to(self.slots.device), torch.from_numpy(~is_there).to(self.slots.device)
 
-    def group_ids(self, rows: np.ndarray) -> np.ndarray:
-        """Index of each group of each head of `rows`, int64 `[B * H, n]`; 0 where a head has fewer than others."""
-        if (found := self._groups_of(rows)) is None:
-            return np.arange(len(self.slots)).reshape(len(rows) * self.num_heads, -1)
-        return found[0].flatten(0, 1).cpu().numpy()
+    def group_ids(self, rows: np.ndarray, heads: slice | list[int]) -> np.ndarray:
+        """Index of each group of `heads` of `rows`, int64 `[B * h, n]`; 0 where a head has fewer than others."""
+        stops = self._num_groups.ravel().cumsum().reshape(self._num_groups.shape)[rows][:, heads].reshape(-1, 1)
+        num_groups = self._num_groups[rows][:, heads].reshape(-1, 1)
+        places = np.arange(int(num_groups.max()))
+        return np.where(places < num_groups, stops - num_groups + places, 0)
 
     def padded_slots(self, rows: np.ndarray) -> torch.Tensor:
         """Slots `[B, H, w]` of `rows`, int32; -1 where a head holds no token. A view where all heads are even."""
@@ -227,15 +242,8 @@ class KeptTokens:
     def owner(self) -> torch.Tensor:
         """Row and head of each group, as `row * num_heads + head`."""
         if self._owner is None:
-            owners = np.repeat(np.arange(self._num_groups.size), self._num_groups.ravel())
-            self._owner = torch.from_numpy(owners).to(self.slots.device)
+            self._owner = torch.from_numpy(self._owners()).to(self.slots.device)
         return self._owner
 
-
-def move_to_front(keep: torch.Tensor, group_length: int) -> torch.Tensor:
-    """Columns to keep, bool `[B, H, n]`, in order: int64 `[B, H, w]`, -1 behind the last; `w` fills whole groups."""
-    counts = keep.sum(dim=-1, keepdim=True)
-    most = int(counts.max()) if keep.shape[-1] else 0
-    order = (~keep).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
-    order = nn.functional.pad(order, (0, -most % group_length))
-    return torch.where(torch.arange(order.shape[-1], device=keep.device) < counts, order, -1)
+    def _owners(self) -> np.ndarray:
+        return np.repeat(np.arange(self._num_groups.size), self._num_groups.ravel())

@@ -7,13 +7,14 @@ from typing import Any
 from torch import nn
 
 from ..codecs import Codec, build_codecs
+from ..codecs.by_head import HeadCodecs
 from ..codecs.headwise import HeadwiseCodec
 from ..codecs.rotated import RotatedValueCodec
 from ..codecs.transform import TransformKeyCodec
 from ..layers.attending_layer import check_takes_over
 from ..layers.layer import LayerContext
 from ..registry import Recipe
-from ..rotary import find_rotary
+from ..rotary import Rotary, find_rotary
 from .coded_layer import CodedLayer
 from .coded_stream import CodedStream
 from .coded_window import CodedWindowLayer
@@ -59,18 +60,39 @@ class Encoding:
         return {"bits": self.bits, "bits_per_value": None} if self.options.get("bits") == "auto" else {}
 
     def codecs_of_any_head(self, attention: Any, context: LayerContext) -> tuple[Codec, Codec]:
-        """Codecs of keys and values that encode tokens of any head, one head at a time.
+        """Codecs of keys and values that encode all heads alike, and decode tokens of any head.
 
         Raises:
             ValueError: if the heads of a layer are encoded in ways of their own.
         """
         codecs = () if self.name == "transform" else self._codecs(context.layer_idx, attention.head_dim)
-        if not codecs or any(isinstance(codec, HeadwiseCodec) for codec in codecs):
+        if not codecs or any(codec.num_heads for codec in codecs):
             raise ValueError(
-                f"{self.name!r} encodes each head in a way of its own here, and {self._other!r} keeps or reads other "
-                "tokens of each: use 'turboquant' or an integer with the same bits for all heads of a layer."
+                f"{self.name!r} encodes each head in a way of its own here, and {self._other!r} reads other tokens of "
+                "each: use 'turboquant' or an integer with the same bits for all heads of a layer."
             )
         return tuple(codecs)
+
+    def codecs_of_heads(self, attention: Any, context: LayerContext, *, is_packed: bool) -> HeadCodecs:
+        """Codecs that encode each head apart, for tokens of which each head keeps its own.
+
+        Args:
+            is_packed: whether kept keys are turned to positions that follow each other.
+
+        Raises:
+            ValueError: if the options or the calibration do not fit the model.
+            NotImplementedError: if this model's keys cannot be turned.
+        """
+        key_codec, value_codec, rotary = self._codecs_and_rotary(attention, context)
+        return HeadCodecs(key_codec, value_codec, rotary=rotary, is_packed=is_packed)
+
+    def _codecs_and_rotary(self, attention: Any, context: LayerContext) -> tuple[Codec, Codec, Rotary | None]:
+        """Codecs of keys and values, and what turns keys that are encoded without their rotary embedding."""
+        if self.name != "transform":
+            return *self._codecs(context.layer_idx, attention.head_dim), None
+        rotary = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
+        key_codec = self._key_codecs(attention.head_dim)[context.layer_idx]
+        return key_codec, RotatedValueCodec(self.options["value_bits"]), rotary
 
     def build(self, attention: Any, context: LayerContext, *, is_windowed: bool) -> CodedLayer:
         """The coded layer of one attention module.
@@ -83,13 +105,8 @@ class Encoding:
             return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
-        if self.name == "transform":
-            arguments["rotary"] = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
-            arguments["key_codec"] = self._key_codecs(attention.head_dim)[context.layer_idx]
-            arguments["value_codec"] = RotatedValueCodec(self.options["value_bits"])
-        else:
-            codecs = self._codecs(context.layer_idx, attention.head_dim)
-            arguments["key_codec"], arguments["value_codec"] = codecs
+        codecs = self._codecs_and_rotary(attention, context)
+        arguments |= zip(("key_codec", "value_codec", "rotary"), codecs, strict=True)
         if is_windowed:
             return CodedWindowLayer(context, sliding_window=self.options["sliding_window"], **arguments)
         return CodedLayer(context, **arguments)

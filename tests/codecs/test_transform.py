@@ -143,3 +143,37 @@ def test_a_direction_that_never_varies_is_harmless(statistics, keys):
     variance[:, -8:] = 1e-12
     codec = _codec(statistics._replace(variance=variance), 3)
     assert torch.isfinite(codec.decode(codec.encode(keys), SHAPE)).all()
+
+
+@pytest.mark.parametrize("key_bits", [0.5, 3])
+def test_a_head_alone_is_what_it_is_among_others(key_bits, statistics, keys):
+    """In the same bits all together, by the same bases; a head that gets none is its mean."""
+    codec = _codec(statistics, key_bits)
+    whole = codec.decode(codec.encode(keys), SHAPE)
+    sizes = []
+    for head in range(HEADS):
+        alone = codec.of_head(head)
+        shape = SHAPE._replace(num_heads=1)
+        encoded = alone.encode(keys[:, head : head + 1])
+        assert [(p.num_heads, p.dim) for p in alone.planes(shape)] == [(e.shape[1], e.shape[-1]) for e in encoded]
+        torch.testing.assert_close(alone.decode(encoded, shape), whole[:, head : head + 1])
+        sizes.append(encoded[0].nbytes)
+        for name in ("mean", "analysis", "synthesis"):
+            assert (
+                getattr(alone, name).untyped_storage().data_ptr() == getattr(codec, name).untyped_storage().data_ptr()
+            )
+    assert sum(sizes) == codec.encode(keys)[0].nbytes
+    assert (sizes[2] == 0) == (key_bits == 0.5)
+    assert codec.of_head(1) is codec.of_head(1) is codec.of_head(1).of_head(0)
+
+
+def test_coding_again_among_other_tokens_changes_little(statistics, keys):
+    """What evictions do, again and again: a token is coded by itself, whatever tokens share its group."""
+    codec = _codec(statistics, 2.5)
+    decoded = once = codec.decode(codec.encode(keys), SHAPE)
+    for seed in range(4):
+        order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(seed))
+        again = torch.empty_like(decoded)
+        again[:, :, order] = codec.decode(codec.encode(decoded[:, :, order]), SHAPE)
+        decoded = again
+    assert (decoded - keys).norm() < 1.05 * (once - keys).norm()

@@ -7,6 +7,7 @@ import torch
 
 import hf_kvcache
 from hf_kvcache import make_cache, measure
+from hf_kvcache.codecs.by_head import HeadCodecs
 from hf_kvcache.codecs.exact import ExactCodec
 from hf_kvcache.eviction.compression import evicting_layers
 from hf_kvcache.eviction.kept_tokens import KeptTokens
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.core
 LENGTH, NEW = 301, 180
 CONFIG = {"head_dim": 32, "max_position_embeddings": 1024}
 OPTIONS = {"budget": 190, "num_sink_tokens": 3, "num_recent_tokens": 5, "residual_length": 40, "block_size": 3}
-EXACT = (ExactCodec(), ExactCodec())
+EXACT = HeadCodecs(ExactCodec(), ExactCodec())
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NAMES = {
     "keydiff+int4": {"q_group_size": 32},
@@ -84,7 +85,7 @@ def test_newer_tokens_are_encoded_once_when_they_have_become_older(name, batch, 
         length = layer.table.length
         run(model, cache, ids[:, step : step + 1], mask)
         num_settled += layer.table.length < length
-        assert layer.table.length < 40 + 128 + layer.codecs[0].group_length
+        assert layer.table.length < 40 + 128 + layer.codecs.group_length
     assert num_settled >= 1
     assert "newest" not in layer.kept.stores
     # All slots that were kept, and all since, in order; the old groups' tokens have not changed by a bit.

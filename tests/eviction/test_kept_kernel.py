@@ -20,6 +20,7 @@ CACHES = {
     "adakv+int8": {"q_group_size": 16, "safeguard": 0.0},
     "snapkv+turboquant": {},
     "h2o+fp8": {},
+    "duo_attention+int4": {"q_group_size": 32, "bits": [[[2, 8], 4], [[8, 4], [4, 2]]], "pattern": [[0.9, 0.1]] * 2},
 }
 
 

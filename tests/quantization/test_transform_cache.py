@@ -266,5 +266,3 @@ def test_bad_options_name_what_is_allowed(fitted):
             make_cache(model, "transform", key_bits=key_bits, **options)
     with pytest.raises(ValueError, match=r"value_bits=1 is not allowed .* one of 2, 3, 4"):
         make_cache(model, "transform", value_bits=1, **options)
-    with pytest.raises(ValueError, match="'transform' encodes each head in a way of its own here"):
-        make_cache(model, "snapkv+transform", **options)
