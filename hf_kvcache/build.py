@@ -205,8 +205,9 @@ class _Builder:
             if options["keep"] == "selected" and options["fit"] != "none":
                 return self._build_fitted(attention, context, budget)
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
-            layer = SummaryLayer if options["keep"] == "selected" else CompressedLayer
-            return layer(context, budget=budget, **sizes)
+            if options["keep"] == "selected":
+                return SummaryLayer(context, budget=budget, **sizes)
+            return CompressedLayer(context, budget=budget, spread=options["spread"], **sizes)
         if self.encoding is None:
             return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
         key_codec, value_codec = self.encoding.codecs_of_any_head(attention, context)

@@ -4,12 +4,12 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from .techniques.bits import check_together
 from .techniques.encoding import ENCODINGS
 from .techniques.eviction import POLICIES
 from .techniques.options import Option, Technique
 from .techniques.reading import COMPRESSED, READERS, check_reads_encoded
 from .techniques.storage import STORAGE, STORAGE_OPTIONS
+from .techniques.together import check_together
 
 
 @dataclass(frozen=True)
@@ -156,36 +156,7 @@ def _check_options(name: str, techniques: tuple[Technique, ...], given: dict[str
             raise ValueError(f"cache {name!r} has no option {key!r}{_nearest(key, known)}")
         if (allowed := known[key].check(value)) is not None:
             raise ValueError(f"{key}={value!r} is not allowed for cache {name!r}: give {allowed}.")
-    if "unread" in given and any(technique.role == "encoding" for technique in techniques):
-        raise ValueError(
-            f"cache {name!r} leaves out what it does not read: give unread to 'index' of exact tokens alone."
-        )
-    if given.get("layers") is not None and given.get("global_every") is not None:
-        raise ValueError("layers and global_every both choose the layers that get the window: give one of them.")
-    amounts = [key for key in ("budget", "keep_ratio", "budget_bytes", "top_p") if given.get(key) is not None]
-    if len(amounts) > 1:
-        raise ValueError(f"{' and '.join(amounts)} all say how much is kept: give one of them.")
-    least = sum(given.get(key, known[key].default) for key in ("num_sink_tokens", "num_recent_tokens") if key in known)
-    if given.get("budget") is not None and given["budget"] <= least:
-        raise ValueError(
-            f"budget={given['budget']} leaves no room beside {least} sinks and recent tokens: give a larger budget, or "
-            "a smaller num_sink_tokens or num_recent_tokens."
-        )
-    names = {t.role: t.name for t in techniques}
-    if given.get("positions") == "cache" and names.get("retention") == "sliding_window" and "encoding" in names:
-        raise ValueError(
-            f"positions='cache' is not possible with {names['encoding']!r}: encoded keys stay as they were rotated. "
-            "Give positions='original', or use 'sliding_window' alone."
-        )
-    if given.get("keep") == "selected" and given.get("keep_ratio") is None:
-        raise ValueError("keep='selected' keeps a share of the old tokens for good: give keep_ratio, like 0.2.")
-    scorers = given.get("scorers", known["scorers"].default if "scorers" in known else ())
-    if given.get("weights") is not None and len(given["weights"]) != len(scorers):
-        raise ValueError(
-            f"weights={given['weights']} does not say how much each of scorers={list(scorers)} counts: give a number "
-            "for each, or leave weights out."
-        )
-    check_together(given)
+    check_together(name, techniques, known, given)
     return {key: given.get(key, option.default) for key, option in known.items()}
 
 

@@ -95,3 +95,22 @@ def test_the_one_name_that_transformers_also_knows():
 
     assert set(TECHNIQUES) & set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS) == {"sliding_window"}
     assert "sliding_window" in configuration_utils.DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("adakv", {"scorer": "keydiff", "epsilon": 0.1}, "epsilon would do nothing: .* 'expected_attention'"),
+        ("pyramidkv", {"weights": [1, 1, 1]}, "weights would do nothing: it is an option of 'blend'"),
+        ("blend", {"lag_length": 64}, "lag_length would do nothing: .* score by 'lagkv'"),
+        ("compressed", {"fit": "none"}, "fit would do nothing: keep='all' lets nothing go"),
+        ("compressed", {"keep": "selected", "keep_ratio": 0.2, "cluster_size": 4}, "cluster_size would do nothing"),
+        ("compressed", {"keep": "selected", "keep_ratio": 0.2, "fit": "none", "spread": 0.1}, "spread would do nothing"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        resolve(name, options)
+    options = dict(options)
+    options.popitem()
+    resolve(name, options)

@@ -58,7 +58,7 @@ CACHES = (
     ("quest+int4", "llama", _READ | _INTEGER, {"max_position_embeddings": 512}),
     ("index+turboquant", "falcon_h1", _READ | _CODED, {"max_position_embeddings": 512}),
     ("compressed", "gemma3", _READ | {"segment_length": 16}, {}),
-    ("compressed", "llama", _READ | {"segment_length": 16, "keep": "selected"}, {}),
+    ("compressed", "llama", _READ | {"keep": "selected"}, {}),
     ("compressed", "gemma3", _READ | {"segment_length": 16, "keep": "selected", "fit": "none"}, {}),
     ("turboquant", "llama", _CODED | {"residual_length": 0}, {"max_position_embeddings": 512}),
 )

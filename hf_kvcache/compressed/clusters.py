@@ -20,12 +20,14 @@ class Clusters(NamedTuple):
         keys: mean keys `[B, H, k, D]`.
         values: mean values `[B, H, k, Dv]`.
         spans: int32 `[B, H, k, 2]`: where the cluster begins in `members`, and how many tokens it has.
+        radii: float32 `[B, H, k]`: the farthest that a member's key is from the mean key.
         members: int32 `[B, H, n]`: the tokens, cluster by cluster; those that belong to none come last.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     spans: torch.Tensor
+    radii: torch.Tensor
     members: torch.Tensor
 
 
@@ -48,12 +50,13 @@ def cluster_tokens(keys: torch.Tensor, values: torch.Tensor, is_member: torch.Te
         (_sums(state.flatten(0, 1).float(), nearest, num_clusters + 1) / counts.clamp(min=1).unsqueeze(-1))[:, :-1]
         for state in (keys, values)
     ]
+    radii = _radii(keys.flatten(0, 1).float(), means[0], nearest)
     counts = counts[:, :-1]
     spans = torch.stack([counts.cumsum(dim=1) - counts, counts], dim=-1).int()
     members = nearest.argsort(dim=1, stable=True).int()
     shape = (rows, heads)
     keys, values = (mean.to(keys.dtype).unflatten(0, shape) for mean in means)
-    return Clusters(keys, values, spans.unflatten(0, shape), members.unflatten(0, shape))
+    return Clusters(keys, values, *(part.unflatten(0, shape) for part in (spans, radii, members)))
 
 
 def _k_means(keys: torch.Tensor, weight: torch.Tensor, num_clusters: int) -> torch.Tensor:
@@ -81,3 +84,11 @@ def _sums(states: torch.Tensor, nearest: torch.Tensor, count: int) -> torch.Tens
     """Sum of the states `[R, n, D]` of each cluster, `[R, count, D]`."""
     index = nearest.unsqueeze(-1).expand_as(states)
     return states.new_zeros(len(states), count, states.shape[-1]).scatter_add_(1, index, states)
+
+
+def _radii(keys: torch.Tensor, centres: torch.Tensor, nearest: torch.Tensor) -> torch.Tensor:
+    """The farthest that a key `[R, n, D]` of each cluster is from its centre `[R, k, D]`, `[R, k]`."""
+    # Tokens that belong to no cluster are given another column, which is cut off.
+    centres = torch.nn.functional.pad(centres, (0, 0, 0, 1))
+    distance = (keys - centres.gather(1, nearest.unsqueeze(-1).expand_as(keys))).norm(dim=-1)
+    return distance.new_zeros(centres.shape[:2]).scatter_reduce_(1, nearest, distance, "amax")[:, :-1]

@@ -4,7 +4,8 @@ Cuts reads, not memory: the cache is complete, summaries come on top (1 / `clust
 each token and head). Approximate, yet nothing is ignored: old tokens are clustered by their keys, once, a segment at a
 time. A step reads the members of the clusters that its query attends to most, a token; every other cluster is one
 pseudo-token: its mean key, mean value and the logarithm of its size. Sinks, recent tokens and those not clustered yet
-are exact.
+are exact. A token that is unlike the others of its cluster is hard to find by their mean: clusters are chosen as if
+their mean key were nearer to the query, by a share (`spread`) of the distance of the farthest member.
 Papers: see `hf_kvcache.compressed.clusters`; Yuan et al. 2025, NSA, https://arxiv.org/abs/2502.11089, trains it.
 Differs from RetroInfer: no tuned zones; what is read is chosen for all query heads of a KV head together.
 """
@@ -31,19 +32,24 @@ MAX_SEGMENT_LENGTH = 4096
 
 
 class CompressedLayer(ReadingLayer):
-    """All tokens in blocks; a slot for each cluster (mean key, mean value, span), and the members in order.
+    """All tokens in blocks; a slot for each cluster (mean key, mean value, span, radius), and the members in order.
 
     Args:
         context: where the blocks come from.
         budget: how much a query reads.
         cluster_size: tokens a cluster, on average.
         segment_length: tokens that are clustered together, at least.
+        spread: share of a cluster's radius by which it counts as nearer when clusters are chosen, in [0, 1]. With 1 no
+            member's score is above the one that the cluster is chosen by.
     """
 
-    def __init__(self, context: LayerContext, *, budget: ReadBudget, cluster_size: int, segment_length: int):
+    def __init__(
+        self, context: LayerContext, *, budget: ReadBudget, cluster_size: int, segment_length: int, spread: float
+    ):
         super().__init__(context, name="compressed", budget=budget)
         self.cluster_size = cluster_size
         self.segment_length = segment_length
+        self.spread = spread
 
     def _clear(self) -> None:
         super()._clear()
@@ -53,7 +59,7 @@ class CompressedLayer(ReadingLayer):
         super().lazy_initialization(key_states, value_states)
         key, value = self.table.arena.specs
         planes = {
-            "clusters": (key, value, Plane(key.num_heads, 2, torch.int32)),
+            "clusters": (key, value, Plane(key.num_heads, 2, torch.int32), Plane(key.num_heads, 1, torch.float32)),
             "members": (Plane(key.num_heads, 1, torch.int32),),
         }
         for name, specs in planes.items():
@@ -87,7 +93,7 @@ class CompressedLayer(ReadingLayer):
         clusters = cluster_tokens(keys, values, is_member, max(1, length // self.cluster_size))
         clusters.spans[..., 0] += begin
         clusters.members.add_(begin)
-        self.sides["clusters"].append(clusters[:3])
+        self.sides["clusters"].append([*clusters[:3], clusters.radii.unsqueeze(-1)])
         self.sides["members"].append([clusters.members.unsqueeze(-1)])
         self.segments += ((begin + length, self.sides["clusters"].length),)
 
@@ -120,15 +126,16 @@ class CompressedLayer(ReadingLayer):
         packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1]) * scale
         exact, exact_bias = self._exact(mask)
         anyway = torch.matmul(packed, exact[0].transpose(2, 3)).float() + exact_bias.unsqueeze(2)
-        keys, values, spans = self.sides["clusters"].materialize()
+        keys, values, spans, radii = self.sides["clusters"].materialize()
         weight = spans[..., 1].float().log()  # -inf for an empty cluster
         scores = few_products(packed, keys).add_(weight.unsqueeze(2))
-        chosen, tokens, is_read = self._choose(scores, anyway.logsumexp(dim=-1), spans)
+        reach = self.spread * packed.float().norm(dim=-1, keepdim=True) * radii.transpose(2, 3)
+        chosen, tokens, is_read = self._choose(scores, reach, anyway.logsumexp(dim=-1), spans)
         members = gather_units(self.table, tokens, 1)
         states = [torch.cat(parts, dim=2) for parts in zip(members, exact, (keys, values), strict=True)]
         no_token = torch.zeros(is_read.shape, device=self.device).masked_fill_(~is_read, -math.inf)
         bias = torch.cat([no_token, exact_bias, weight.masked_fill(chosen, -math.inf)], dim=2)
-        self.read_bytes = sum(state.nbytes for state in states) + spans.nbytes + tokens.numel() * 4
+        self.read_bytes = sum(state.nbytes for state in (*states, spans, radii)) + tokens.numel() * 4
         bias = bias.to(query.dtype).clamp(min=torch.finfo(query.dtype).min).unsqueeze(2)
         return self._attend_gathered(base, module, query, states, bias, args, kwargs)
 
@@ -150,10 +157,11 @@ class CompressedLayer(ReadingLayer):
         return states, bias.unsqueeze(1).expand(-1, heads, -1)
 
     def _choose(
-        self, scores: torch.Tensor, anyway: torch.Tensor, spans: torch.Tensor
+        self, scores: torch.Tensor, reach: torch.Tensor, anyway: torch.Tensor, spans: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The clusters to read (bool `[B, H, C]`), their members `[B, H, n]`, and which of these count."""
-        order, is_chosen, total = self.budget.choose_sized(scores, anyway, spans[..., 1], self.clustered_length)
+        sizes = spans[..., 1]
+        order, is_chosen, total = self.budget.choose_sized(scores, anyway, sizes, self.clustered_length, reach)
         begin, size = spans.long().gather(2, order.unsqueeze(-1).expand(-1, -1, -1, 2)).unbind(dim=-1)
         ends = size.cumsum(dim=-1)
         place = torch.arange(total, device=self.device).expand(*ends.shape[:2], -1).contiguous()

@@ -5,8 +5,7 @@ pooled over `kernel_size` neighbouring tokens. Best when the prompt ends with th
 Paper: Li et al. 2024, https://arxiv.org/abs/2404.14469 (a window of 32, pooling over 5 in the authors' code).
 Differs from the paper: of 64 queries the i-th last counts by 1 / i (`window_weights="equal"` for the paper's mean), so
 that a short question at the end is heard, and without one the text before it; and pooling is over 13 tokens, without
-which small models lose what follows the token that the question looks at. As in the paper, the window itself stays
-(`num_recent_tokens`).
+which small models lose what follows the token that the question looks at.
 """
 
 import torch

@@ -76,18 +76,19 @@ class ReadBudget:
         return top.indices[..., :most], is_chosen[..., :most]
 
     def choose_sized(
-        self, scores: torch.Tensor, read: torch.Tensor, sizes: torch.Tensor, candidates: int
+        self, scores: torch.Tensor, read: torch.Tensor, sizes: torch.Tensor, candidates: int, reach: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `choose`, for units of `sizes` `[B, H, n]` tokens, `candidates` tokens a row together.
 
-        A unit costs its tokens: those with the largest mass a token come first, as in a knapsack.
+        A unit costs its tokens: those with the largest mass a token come first, as in a knapsack. In that order, and
+        only there, log masses are higher by `reach` `[B, H, G, n]`.
 
         Returns:
             All units `[B, H, n]` in that order, which of them to read (bool: the first ones), and the most tokens that
             a head reads.
         """
         masses, anyway = self._masses(scores, read)
-        order = (masses / sizes.clamp(min=1)).argsort(descending=True)
+        order = (self._masses(scores + reach, read)[0] / sizes.clamp(min=1)).argsort(descending=True)
         ends = sizes.gather(2, order).cumsum(dim=-1)
         if self.top_p is None:
             total = self.num_units(candidates, 1)

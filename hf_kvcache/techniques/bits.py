@@ -46,16 +46,3 @@ def is_calibration(value: Any) -> str | None:
     """Check of `calibration`, without loading torch to know the class."""
     is_one = value is None or isinstance(value, (str, PathLike)) or hasattr(value, "key_codecs")
     return None if is_one else "what hf_kvcache.calibrate returns, the path of a file it saved, or None"
-
-
-def check_together(given: dict[str, Any]) -> None:
-    """Refuse options of one cache that contradict one another.
-
-    Raises:
-        ValueError: naming the options and which to keep.
-    """
-    if (given.get("bits") == "auto") != (given.get("bits_per_value") is not None):
-        raise ValueError("bits='auto' and bits_per_value=... belong together: give both, or neither.")
-    uniform = [key for key in ("key_bits", "value_bits") if given.get(key) is not None]
-    if given.get("bits") is not None and uniform:
-        raise ValueError(f"bits and {uniform[0]} both say how many bits a layer has: give one of them.")

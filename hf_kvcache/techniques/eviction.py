@@ -20,6 +20,7 @@ _BUDGET = (
     Option("keep_ratio", "float | None", None, "tokens kept of those seen (0.5 if nothing is given)", optional_ratio),
     Option("budget_bytes", "int | None", None, "bytes that a sequence keeps", at_least(1, optional=True)),
     Option("num_sink_tokens", "int", 4, "first tokens that are never evicted", at_least(0)),
+    Option("num_recent_tokens", "int", 16, "newest tokens that are never evicted", at_least(1)),
     Option(
         "positions",
         "str",
@@ -97,20 +98,13 @@ _ALL_SCORER_OPTIONS = (
 
 
 def _eviction(
-    name: str,
-    summary: str,
-    *options: Option,
-    kernel_size: int = 1,
-    num_recent_tokens: int = 16,
-    when: bool = True,
-    granularity: bool = True,
+    name: str, summary: str, *options: Option, kernel_size: int = 1, when: bool = True, granularity: bool = True
 ) -> Technique:
-    recent = Option("num_recent_tokens", "int", num_recent_tokens, "newest tokens that are never evicted", at_least(1))
     pooling = (
         Option("kernel_size", "int", kernel_size, "neighbouring tokens that a score is pooled over", odd),
         Option("pooling", "str", "mean", "how scores of neighbours are joined", one_of("mean", "max")),
     )
-    common = (*_BUDGET, recent, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
+    common = (*_BUDGET, *pooling, *((*_WHEN, *_MERGE) if when else ()), *(_GRANULARITY if granularity else ()))
     return Technique(name, 9, "retention", summary, False, (*common, *options))
 
 
@@ -123,10 +117,7 @@ POLICIES = (
     _eviction("lagkv", "irregular keys and values, part by part", *_LAG_OPTIONS, kernel_size=5),
     _eviction("tova", "what the last query attends to", kernel_size=13, granularity=False),
     _eviction("h2o", "what all queries attended to", *_AVERAGE_OPTIONS, kernel_size=13),
-    # As in the paper, the queries that vote stay.
-    _eviction(
-        "snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13, num_recent_tokens=64
-    ),
+    _eviction("snapkv", "what the end of the prompt attends to", *_WINDOW_OPTIONS, kernel_size=13),
     _eviction("expected_attention", "what queries to come will attend to", *_EXPECTED_OPTIONS, kernel_size=9),
     _eviction(
         "blend",

@@ -47,6 +47,8 @@ def test_every_member_is_in_one_cluster_and_means_are_those_of_the_members():
                 members = found.members[row, head, begin : begin + size].long()
                 seen += members.tolist()
                 if size:
+                    distances = (keys[row, head, members] - found.keys[row, head, cluster]).norm(dim=-1)
+                    torch.testing.assert_close(found.radii[row, head, cluster], distances.max())
                     for mean, states in ((found.keys, keys), (found.values, values)):
                         expected = states[row, head, members].mean(0)
                         torch.testing.assert_close(mean[row, head, cluster], expected)
@@ -100,12 +102,15 @@ def test_with_every_cluster_read_it_is_full_attention(
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("group", ["mean", "max"])
+@pytest.mark.parametrize("spread", [0.0, 0.8])
 @pytest.mark.parametrize("amount", [{"keep_ratio": 0.3}, {"budget": 40}, {"top_p": 0.5}], ids=str)
-def test_a_step_is_one_softmax_over_tokens_and_summaries(amount, group, is_padded, tiny_model, make_ids, left_pad, run):
+def test_a_step_is_one_softmax_over_tokens_and_summaries(
+    amount, spread, group, is_padded, tiny_model, make_ids, left_pad, run
+):
     """Against the same rule written for one row and head at a time."""
     model = tiny_model("llama")
     ids, mask = left_pad(make_ids(2, PROMPT), [PROMPT, 50] if is_padded else [PROMPT] * 2)
-    cache = make_cache(model, "compressed", group=group, **(SMALL | amount))
+    cache = make_cache(model, "compressed", group=group, spread=spread, **(SMALL | amount))
     run(model, cache, ids, mask)
     layer = cache.layers[0]
     query, scale, heads, groups = heads_of(5, 2, 4, 1, 16), 0.3, 2, 2
@@ -119,17 +124,19 @@ def test_a_step_is_one_softmax_over_tokens_and_summaries(amount, group, is_padde
         for head in range(heads):
             own = query[row, groups * head : groups * (head + 1), 0]
             keys, values = (state[row, head] for state in layer.table.materialize())
-            centres, means, spans = (plane[row, head] for plane in layer.sides["clusters"].materialize())
+            centres, means, spans, radii = (plane[row, head] for plane in layer.sides["clusters"].materialize())
             members = layer.sides["members"].materialize()[0][row, head, :, 0].long()
             clusters = [members[begin : begin + size].tolist() for begin, size in spans.tolist()]
             sizes = torch.tensor([float(len(cluster)) for cluster in clusters])
             mass = (scale * own @ centres.T).exp() * sizes
             anyway = (scale * own @ keys[exact].T).exp().sum(-1)
+            raised = mass * (spread * scale * own.norm(dim=-1, keepdim=True) * radii.T).exp()
+            ranks = raised / (raised.sum(-1) + anyway)[:, None]
             share = mass / (mass.sum(-1) + anyway)[:, None]
             anyway = anyway / (mass.sum(-1) + anyway)
-            share, anyway = (s.mean(0) if group == "mean" else s.amax(0) for s in (share, anyway))
+            share, anyway, ranks = (s.mean(0) if group == "mean" else s.amax(0) for s in (share, anyway, ranks))
             chosen, tokens, reached = [], 0, float(anyway)
-            for cluster in (share / sizes.clamp(min=1)).argsort(descending=True).tolist():
+            for cluster in (ranks / sizes.clamp(min=1)).argsort(descending=True).tolist():
                 if "top_p" in amount:
                     if reached >= amount["top_p"] * float(share.sum() + anyway) or share[cluster] == 0:
                         break

@@ -165,7 +165,7 @@ def test_what_is_remembered_of_queries_takes_less_than_a_few_tokens(policy, limi
     model = tiny_model("llama", max_position_embeddings=1024)
     ids, interval, most = make_ids(1, 200), 70, 0
     caches = [
-        make_cache(model, name, budget=60, num_recent_tokens=8, when="both", interval=interval, block_size=16)
+        make_cache(model, name, budget=60, when="both", interval=interval, block_size=16)
         for name in (policy, "streaming_llm")
     ]
     token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
@@ -186,7 +186,7 @@ def test_prompts_no_longer_than_the_budget_lose_nothing(tiny_model, make_ids):
         ids = make_ids(2, length)
         expected = model.generate(ids, **GREEDY)
         for policy in POLICIES:
-            named = {"cache_implementation": policy, "cache_config": {"budget": 80}}
+            named = {"cache_implementation": policy, "cache_config": {"budget": 64}}
             assert torch.equal(model.generate(ids, **named, **GREEDY), expected), policy
 
 

@@ -51,7 +51,8 @@ class Row:
         return self.model in ("deepseek_v4", "minimax_m3")
 
 
-_SUMMARIES = {"keep": "selected", "keep_ratio": 1.0, "fit": "none", "segment_length": 16, "num_recent_tokens": 10}
+_FITTED = {"keep": "selected", "keep_ratio": 1.0, "num_recent_tokens": 10}
+_SUMMARIES = _FITTED | {"fit": "none", "segment_length": 16}
 _WINDOW = {"sliding_window": 128, "num_sink_tokens": 4}
 # An indexer that chooses few tokens chooses others when rounding moves its scores, which chunks and rows do.
 _ALL = {"index_topk": 128}
@@ -87,8 +88,8 @@ CACHES = (
     Row("topk", "llama", {"budget": 128, "block_size": 3}),
     Row("compressed", "llama", {"block_size": 3, "segment_length": 16}),
     Row("compressed", "gemma3", _SUMMARIES),
-    Row("compressed", "falcon_h1", _SUMMARIES | {"fit": "queries"}),
-    Row("compressed", "llama", _SUMMARIES | {"fit": "reading", "block_size": 3}),
+    Row("compressed", "falcon_h1", _FITTED),
+    Row("compressed", "llama", _FITTED | {"fit": "reading", "block_size": 3}),
 )
 
 

@@ -172,7 +172,7 @@ def test_clusters_are_chosen_by_their_mass_a_token_while_their_tokens_fit():
     scores, read = random(0, 1, 1, 2, 6), torch.zeros(1, 1, 2)
     sizes = torch.tensor([[[5, 1, 9, 3, 2, 4]]])
     share = torch.cat([scores[0, 0], read[0, 0, :, None]], dim=1).softmax(1).mean(0)[:6]
-    order, is_chosen, total = budget(keep_ratio=0.5).choose_sized(scores, read, sizes, 24)
+    order, is_chosen, total = budget(keep_ratio=0.5).choose_sized(scores, read, sizes, 24, torch.zeros_like(scores))
     assert total == 12
     assert order[0, 0].tolist() == (share / sizes[0, 0]).argsort(descending=True).tolist()
     assert order[0, 0].tolist() != share.argsort(descending=True).tolist()
@@ -182,12 +182,15 @@ def test_clusters_are_chosen_by_their_mass_a_token_while_their_tokens_fit():
 
 def test_top_p_reads_a_small_cluster_before_a_large_one_of_the_same_mass():
     masses, sizes = torch.tensor([0.4, 0.4, 0.1, 0.0]), torch.tensor([[[8, 2, 1, 0]]])
-    order, is_chosen, total = budget(top_p=0.8).choose_sized(
-        masses.log()[None, None, None], torch.tensor([[[0.1]]]).log(), sizes, 11
-    )
+    given = masses.log()[None, None, None], torch.tensor([[[0.1]]]).log(), sizes, 11
+    order, is_chosen, total = budget(top_p=0.8).choose_sized(*given, torch.zeros(1, 1, 1, 4))
     assert order[0, 0, :3].tolist() == [1, 2, 0]
     assert is_chosen[0, 0].tolist() == [True, True, True, False]
     assert total == 11
-    again = budget(top_p=0.55).choose_sized(masses.log()[None, None, None], torch.tensor([[[0.1]]]).log(), sizes, 11)
+    again = budget(top_p=0.55).choose_sized(*given, torch.zeros(1, 1, 1, 4))
     assert again[1][0, 0].tolist() == [True, True, False, False]
     assert again[2] == 3
+    # What a cluster may reach moves it forward; what it is estimated to have decides how far to read.
+    order, is_chosen, total = budget(top_p=0.45).choose_sized(*given, torch.tensor([[[[0.0, 0.0, 3.0, 0.0]]]]))
+    assert order[0, 0, :3].tolist() == [2, 1, 0]
+    assert is_chosen[0, 0].tolist() == [True, True, False, False]
