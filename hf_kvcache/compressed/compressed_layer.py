@@ -11,12 +11,12 @@ Differs from RetroInfer: no tuned zones; what is read is chosen for all query he
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from ..attention import few_products
+from ..attention import can_merge, few_products
 from ..blocks import Arena, BlockTable
 from ..blocks.arena import Plane
 from ..blocks.gather import gather_units
@@ -125,17 +125,22 @@ class CompressedLayer(ReadingLayer):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         packed = query.view(query.shape[0], self.table.arena.specs[0].num_heads, -1, query.shape[-1]) * scale
         exact, exact_bias = self._exact(mask)
-        anyway = torch.matmul(packed, exact[0].transpose(2, 3)).float() + exact_bias.unsqueeze(2)
+        anyway = few_products(packed, exact[0]).add_(exact_bias.unsqueeze(2))
         keys, values, spans, radii = self.sides["clusters"].materialize()
         weight = spans[..., 1].float().log()  # -inf for an empty cluster
         scores = few_products(packed, keys).add_(weight.unsqueeze(2))
         reach = self.spread * packed.float().norm(dim=-1, keepdim=True) * radii.transpose(2, 3)
         chosen, tokens, is_read = self._choose(scores, reach, anyway.logsumexp(dim=-1), spans)
         members = gather_units(self.table, tokens, 1)
+        read = (*members, *exact, keys, values, spans, radii)
+        self.read_bytes = sum(state.nbytes for state in read) + tokens.numel() * 4
+        if can_merge(base, kwargs):
+            of_members = few_products(packed, members[0]).masked_fill_(~is_read.unsqueeze(2), -math.inf)
+            scores = [of_members, anyway, scores.masked_fill_(chosen.unsqueeze(2), -math.inf)]
+            return _attend_parts(scores, (members[1], exact[1], values)), None
         states = [torch.cat(parts, dim=2) for parts in zip(members, exact, (keys, values), strict=True)]
         no_token = torch.zeros(is_read.shape, device=self.device).masked_fill_(~is_read, -math.inf)
         bias = torch.cat([no_token, exact_bias, weight.masked_fill(chosen, -math.inf)], dim=2)
-        self.read_bytes = sum(state.nbytes for state in (*states, spans, radii)) + tokens.numel() * 4
         bias = bias.to(query.dtype).clamp(min=torch.finfo(query.dtype).min).unsqueeze(2)
         return self._attend_gathered(base, module, query, states, bias, args, kwargs)
 
@@ -170,4 +175,12 @@ class CompressedLayer(ReadingLayer):
         is_read = is_chosen.gather(2, rank) & (place_in < size.gather(2, rank))
         members = self.sides["members"].materialize()[0].squeeze(-1)
         tokens = members.gather(2, (begin.gather(2, rank) + place_in) * is_read)
-        return torch.zeros_like(is_chosen).scatter_(2, order, is_chosen), tokens.long() * is_read, is_read
+        chosen = torch.zeros(sizes.shape, dtype=torch.bool, device=self.device).scatter_(2, order, is_chosen)
+        return chosen, tokens.long() * is_read, is_read
+
+
+def _attend_parts(scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One softmax over scores `[B, Hkv, G, n]` of several parts, times their values: `[B, 1, Hq, Dv]`."""
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1).to(values[0].dtype)
+    parts = zip(weights.split([part.shape[-1] for part in scores], dim=-1), values, strict=True)
+    return sum(torch.matmul(*part) for part in parts).flatten(1, 2).unsqueeze(1)

@@ -84,15 +84,17 @@ class ReadBudget:
         only there, log masses are higher by `reach` `[B, H, G, n]`.
 
         Returns:
-            All units `[B, H, n]` in that order, which of them to read (bool: the first ones), and the most tokens that
-            a head reads.
+            The first units `[B, H, k]` in that order, which of them to read (bool: the first ones), and the most tokens
+            that a head reads.
         """
         masses, anyway = self._masses(scores, read)
-        order = (self._masses(scores + reach, read)[0] / sizes.clamp(min=1)).argsort(descending=True)
-        ends = sizes.gather(2, order).cumsum(dim=-1)
+        rates = self._masses(scores + reach, read)[0] / sizes.clamp(min=1)
         if self.top_p is None:
             total = self.num_units(candidates, 1)
-            return order, ends <= total, total
+            order = rates.topk(min(total, rates.shape[-1])).indices  # no more can be read
+            return order, sizes.gather(2, order).cumsum(dim=-1) <= total, total
+        order = rates.argsort(descending=True)
+        ends = sizes.gather(2, order).cumsum(dim=-1)
         is_chosen = self._reach_top_p(masses.gather(2, order), anyway)
         # A sync, as in `choose`.
         return order, is_chosen, int((ends * is_chosen).max())
