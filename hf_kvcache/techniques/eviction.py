@@ -56,8 +56,9 @@ def _scorers(value: Any) -> str | None:
 
 
 def _weights(value: Any) -> str | None:
-    is_list = isinstance(value, (list, tuple)) and value and all(number_at_least(0)(weight) is None for weight in value)
-    return None if value is None or is_list else "a list of numbers of at least 0, or None"
+    is_list = isinstance(value, (list, tuple)) and all(number_at_least(0)(weight) is None for weight in value)
+    is_right = value is None or (is_list and 0 < sum(value) < float("inf"))
+    return None if is_right else "a list of numbers of at least 0, one of them above 0, or None"
 
 
 _WINDOW_OPTIONS = (
