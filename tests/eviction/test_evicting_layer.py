@@ -319,7 +319,7 @@ def test_what_cannot_be_is_refused(tiny_model, make_ids, run):
     with pytest.raises(ValueError, match=r"weights=\[1, 2\] does not say how much each of scorers=.* counts"):
         make_cache(model, "blend", weights=[1, 2])
     for wrong in ([], [-1], [0], [float("inf")], [float("nan")], ["1"]):
-        with pytest.raises(ValueError, match="weights=.* is not allowed .* a list of numbers of at least 0"):
+        with pytest.raises(ValueError, match=r"weights=.* is not allowed .* a list of numbers of at least 0"):
             make_cache(model, "adakv", scorers=["keydiff"], weights=wrong)
     with pytest.raises(ValueError, match="budget and keep_ratio all say how much is kept"):
         make_cache(model, "snapkv", budget=200, keep_ratio=0.5)
