@@ -190,6 +190,7 @@ constexpr Products index_products() {
 const Products& products_for(Form form, int length, int bits) {
   static constexpr Products float32 = products<Dense<Float32>>(), bfloat16 = products<Dense<BFloat16>>();
   static constexpr Products float16 = products<Dense<Float16>>(), float8 = products<Dense<Float8>>();
+  static constexpr Products signed8 = products<Dense<Signed8>>();
   static constexpr Products int8 = products<Dense<Int8>, true>(), whole = products<Codes<Whole>, true>();
   static constexpr Products halves = products<Codes<Halves>, true>(), lanes = products<Codes<Lanes>, true>();
   static constexpr Products whole3 = products<Codes3<Whole, Halves>>(), lanes3 = products<Codes3<Lanes, Lanes>>();
@@ -200,6 +201,7 @@ const Products& products_for(Form form, int length, int bits) {
     case kFloat16: return float16;
     case kFloat8: return float8;
     case kInt8: return int8;
+    case kSigned8: return signed8;
     case kIndex: return bits == 4 ? index4 : index2;
     case kCodes: break;
   }

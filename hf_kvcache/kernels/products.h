@@ -38,6 +38,6 @@ struct Products {
 };
 
 // Numbers that structs.py knows too.
-enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex };
+enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex, kSigned8 };
 
 const Products& products_for(Form form, int length, int bits);

@@ -161,12 +161,13 @@ class Split {
   void hide_run(int64_t from, int64_t slot, int64_t count) {
     const int64_t seen = slot < 0 ? 0 : std::clamp<int64_t>(segment.stop - slot, 0, count);
     const bool has_sinks = seen && segment.hides_sinks && call.num_sinks;
+    const bool is_masked = call.mask && !segment.ignores_mask;
     for (int64_t m = 0; m < call.queries; ++m) {
       float* row = scores.at(m) + from;
-      if (call.mask && call.mask_is_additive) {
+      if (is_masked && call.mask_is_additive) {
         const float* mask = (const float*)call.mask + b * call.mask_stride + slot;
         for (int64_t i = 0; i < seen; ++i) row[i] += mask[i];
-      } else if (call.mask) {
+      } else if (is_masked) {
         const uint8_t* mask = (const uint8_t*)call.mask + b * call.mask_stride + slot;
         for (int64_t i = 0; i < seen; ++i) row[i] = mask[i] ? row[i] : kNone;
       }

@@ -57,6 +57,17 @@ inline IntVec widen(ByteVec bytes) {
 #endif
 }
 
+// Signed bytes as integers.
+inline IntVec widen_signed(ByteVec bytes) {
+#if AVX512
+  return (IntVec)_mm512_cvtepi8_epi32((__m128i)bytes);
+#elif AVX2
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  return ((widen(bytes) ^ 0x80) - 0x80);
+#endif
+}
+
 // bfloat16 values, given as their bits: the upper halves of floats.
 inline Vec widen_bfloat16(HalfVec halves) {
 #if AVX512
