@@ -107,13 +107,13 @@ class ClusterChoice(ctypes.Structure):
 
 def places(ids: np.ndarray, block: int) -> Places:
     """Where the blocks of a table lie: int64 `[B, N]`, which must stay alive; rows may lie apart."""
-    assert ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
+    assert not ids.size or ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
     return Places(ids=ids.ctypes.data, ids_row=ids.strides[0] // 8, block=block)
 
 
 def set_ids(segment: Segment | Estimate, ids: np.ndarray) -> None:
     """Say where the units of each row lie: int64 `[B, K]`, which must stay alive; rows may lie apart."""
-    assert ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
+    assert not ids.size or ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
     segment.ids, segment.ids_row = ids.ctypes.data, ids.strides[0] // 8
 
 
