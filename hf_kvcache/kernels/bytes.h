@@ -4,12 +4,13 @@
 
 typedef uint8_t WideBytes __attribute__((vector_size(4 * kLanes)));
 
-// acc[i] += the sum of codes[s][4i + j] * factors[s][4i + j]; codes are below 16, factors are signed. There are few enough
-// `Segments` (4) for sums of two products each to fit 16 bits.
+// acc[i] += the sum of codes[s][4i + j] * factors[s][4i + j]; codes are below 16, factors are signed. `Segments` are few
+// enough (4) for sums of two products each to fit 16 bits.
 template <int Segments>
 inline IntVec add_products(IntVec acc, const WideBytes* codes, const WideBytes* factors) {
 #if AVX512 && defined(__AVX512VNNI__)
-  for (int s = 0; s < Segments; ++s) acc = (IntVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes[s], (__m512i)factors[s]);
+  for (int s = 0; s < Segments; ++s)
+    acc = (IntVec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes[s], (__m512i)factors[s]);
   return acc;
 #elif AVX512 && defined(__AVX512BW__)
   __m512i pairs = _mm512_maddubs_epi16((__m512i)codes[0], (__m512i)factors[0]);

@@ -92,7 +92,7 @@ struct Places {
   int64_t ids_row, block;
 };
 
-// Which clusters of tokens the last segment but one of `attention` reads, member by member. The last segment are the
+// Which clusters of tokens the last segment but one of `attention` reads, member by member. The last segment has the
 // clusters, each as one token, of which those count that are not read.
 struct ClusterChoice {
   Call* attention;  // all other segments are read anyway

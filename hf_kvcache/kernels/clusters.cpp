@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr int32_t kHighest = 0x7F800000;  // the bits of infinity
+
 // Quotients and remainders of numbers below 2**40 / `by` without a division, which takes longer than what it serves.
 class Divider {
  public:
@@ -56,7 +58,8 @@ class ClusterChooser {
 
   // Scores the mean keys of a split.
   void score(int64_t pair, int64_t index) {
-    const int64_t begin = index * split_length(clusters), stop = std::min(clusters.length, begin + split_length(clusters));
+    const int64_t length = split_length(clusters), begin = index * length;
+    const int64_t stop = std::min(clusters.length, begin + length);
     queries.move_to(estimates.call, pair);
     const Matrix seen = Split(estimates.call, clusters, pair / call.heads, pair % call.heads, begin, stop, scratch)
                             .seen_scores(queries.of(estimates.call, 0), queries.plain.data());
@@ -148,10 +151,11 @@ class ClusterChooser {
 
   // Reads the clusters of the highest rates that have `count` tokens at most.
   int64_t take_tokens(int64_t pair) {
-    const auto is_too_much = [&](int32_t bits) { return size_from(rates.data(), sizes.data(), stride, bits) > choice.count; };
-    // All below it, and perhaps some at it, are too many.
-    const int32_t last = is_too_much(0) ? last_enough(0, as_bits(std::numeric_limits<float>::infinity()), is_too_much) : -1;
-    int64_t room = choice.count - size_from(rates.data(), sizes.data(), stride, last + 1);
+    const auto size = [&](int32_t bits) { return size_from(rates.data(), sizes.data(), stride, bits); };
+    const auto is_too_much = [&](int32_t bits) { return size(bits) > choice.count; };
+    // With the clusters of this rate there are too many tokens.
+    const int32_t last = is_too_much(0) ? last_enough(0, kHighest, is_too_much) : -1;
+    int64_t room = choice.count - size(last + 1);
     return write(pair, last, [&](int32_t i) {
       const bool fits = sizes[i] <= room;
       room -= fits ? sizes[i] : room;  // in order, until one does not fit
@@ -166,15 +170,16 @@ class ClusterChooser {
     for (int64_t m = 0; m < call.queries; ++m) {
       const float *row = scores(pair, m), shift = std::max(anyway[m], highest_of(row, stride));
       const float read = std::exp(anyway[m] - shift);
-      const float whole = std::max(exponentials(row, stride, shift, powers.data()) + read, std::numeric_limits<float>::min());
+      const float all = exponentials(row, stride, shift, powers.data()) + read;
+      const float whole = std::max(all, std::numeric_limits<float>::min());
       agree(powers.data(), 1.0f / whole, shares.data());
       share = choice.is_mean ? share + read / whole / call.queries : std::max(share, read / whole);
     }
-    const float missing = choice.top_p * (mass_from(rates.data(), shares.data(), stride, 0) + share) - share;
+    const auto mass = [&](int32_t bits) { return mass_from(rates.data(), shares.data(), stride, bits); };
+    const float missing = choice.top_p * (mass(0) + share) - share;
     if (missing <= 0.0f) return 0;
-    const auto is_enough = [&](int32_t bits) { return mass_from(rates.data(), shares.data(), stride, bits) >= missing; };
-    const int32_t last = last_enough(0, as_bits(std::numeric_limits<float>::infinity()), is_enough);
-    float taken = mass_from(rates.data(), shares.data(), stride, last + 1);
+    const int32_t last = last_enough(0, kHighest, [&](int32_t bits) { return mass(bits) >= missing; });
+    float taken = mass(last + 1);
     return write(pair, last, [&](int32_t i) {
       const bool is_missing = taken < missing && shares[i] > 0.0f;
       taken += shares[i];

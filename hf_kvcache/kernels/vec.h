@@ -168,6 +168,19 @@ inline IntVec add_pairs(IntVec a, IntVec b) {
 
 inline Vec largest(Vec a, Vec b) { return a > b ? a : b; }
 
+#if AVX2
+// For each set of lanes, its lanes in order, a byte each.
+struct LaneOrders {
+  uint64_t of[256];
+  constexpr LaneOrders() : of() {
+    for (int set = 0; set < 256; ++set)
+      for (int lane = 0, next = 0; lane < 8; ++lane)
+        if (set >> lane & 1) of[set] |= (uint64_t)lane << 8 * next++;
+  }
+};
+inline constexpr LaneOrders kLaneOrders;
+#endif
+
 // Writes `first + lane` for each lane in which a comparison holds, and returns where the next is written. There is room
 // for a whole vector.
 inline int32_t* store_lanes(int32_t* to, int32_t first, IntVec is_true) {
@@ -175,6 +188,11 @@ inline int32_t* store_lanes(int32_t* to, int32_t first, IntVec is_true) {
   const __mmask16 mask = _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+  return to + __builtin_popcount(mask);
+#elif AVX2
+  const int mask = _mm256_movemask_ps((__m256)is_true);
+  const __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)kLaneOrders.of[mask]));
+  _mm256_storeu_si256((__m256i*)to, _mm256_add_epi32(lanes, _mm256_set1_epi32(first)));
   return to + __builtin_popcount(mask);
 #else
   for (int i = 0; i < kLanes; ++i) {  // branches on what is seldom foreseen would take longer
@@ -191,17 +209,14 @@ inline float largest(Vec vec) {
   return most;
 }
 
-// exp for arguments of at most 0, to 2 units in the last place; 0 below -87. (Cephes' polynomial.)
+// exp for arguments of at most 0, with an error of less than 2e-7; 0 below -87. As 2 to the power of an integer times
+// 2 to the rest of at most a half, for which the polynomial has the smallest largest error (Remez).
 inline Vec exp_negative(Vec x) {
   const IntVec in_range = x > -87.0f;
   x = (Vec)((IntVec)x & in_range);
   const Vec rounded = x * 1.44269504f + 12582912.0f;  // 1.5 * 2**23: the integer is in the low bits
-  const IntVec power = (IntVec)rounded << 23;
-  const Vec whole = rounded - 12582912.0f;
-  const Vec rest = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-  Vec poly = splat(1.9875691500e-4f);
-  for (float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    poly = poly * rest + factor;
-  poly = poly * rest * rest + rest + 1.0f;
-  return (Vec)(((IntVec)poly + power) & in_range);
+  const Vec rest = x * 1.44269504f - (rounded - 12582912.0f);
+  Vec poly = splat(1.32764725e-3f);
+  for (float factor : {9.67554096e-3f, 5.55071309e-2f, 0.240221202f, 0.693146944f, 1.0f}) poly = poly * rest + factor;
+  return (Vec)(((IntVec)poly + ((IntVec)rounded << 23)) & in_range);
 }
