@@ -25,7 +25,7 @@ from ..layers.layer_state import LayerState
 from ..masks import visible
 from ..readers import ReadBudget
 from ..sparse.reading_layer import ReadingLayer
-from .clusters import cluster_tokens
+from .clusters import cluster_tokens, default_spread
 
 # Longest segment: k-means takes tokens x clusters distances at once.
 MAX_SEGMENT_LENGTH = 4096
@@ -40,11 +40,17 @@ class CompressedLayer(ReadingLayer):
         cluster_size: tokens a cluster, on average.
         segment_length: tokens that are clustered together, at least.
         spread: share of a cluster's radius by which it counts as nearer when clusters are chosen, in [0, 1]. With 1 no
-            member's score is above the one that the cluster is chosen by.
+            member's score is above the one that the cluster is chosen by. None: `default_spread` of the keys' channels.
     """
 
     def __init__(
-        self, context: LayerContext, *, budget: ReadBudget, cluster_size: int, segment_length: int, spread: float
+        self,
+        context: LayerContext,
+        *,
+        budget: ReadBudget,
+        cluster_size: int,
+        segment_length: int,
+        spread: float | None,
     ):
         super().__init__(context, name="compressed", budget=budget)
         self.cluster_size = cluster_size
@@ -58,6 +64,8 @@ class CompressedLayer(ReadingLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         key, value = self.table.arena.specs
+        if self.spread is None:
+            self.spread = default_spread(key.dim)
         planes = {
             "clusters": (key, value, Plane(key.num_heads, 2, torch.int32), Plane(key.num_heads, 1, torch.float32)),
             "members": (Plane(key.num_heads, 1, torch.int32),),
