@@ -12,6 +12,17 @@ import torch
 
 ITERATIONS = 8
 
+_SPREAD, _SPREAD_DIM = 0.3, 64
+
+
+def default_spread(head_dim: int) -> float:
+    """Share of a radius by which clusters count as nearer: 0.3, and less for more channels than 64.
+
+    Queries point along few of many channels, and what lies at right angles to them is no nearer. The farthest members
+    are off by 0.11 of `|query| * radius` on SmolLM2 (64 channels), and by 0.03 on Gemma-3-270M (256), root mean square.
+    """
+    return _SPREAD * min(1.0, _SPREAD_DIM / head_dim)
+
 
 class Clusters(NamedTuple):
     """`k` clusters of `n` tokens, for each row and head.

@@ -27,7 +27,7 @@ from ..readers import ReadBudget
 from ..readers.base import mean_state
 from ..sparse.reading_layer import ReadingLayer
 from .cluster_store import ClusterStore
-from .clusters import cluster_tokens
+from .clusters import cluster_tokens, default_spread
 from .compressed_kernel import cluster_call
 
 # Longest segment: k-means takes tokens x clusters distances at once.
@@ -43,7 +43,8 @@ class CompressedLayer(ReadingLayer):
         cluster_size: tokens a cluster, on average.
         segment_length: tokens that are clustered together, at least.
         spread: share of a cluster's radius by which it counts as nearer when clusters are chosen, in [0, 1]. With 1 no
-            member's score is above the one that the cluster is chosen by, but for the rounding of mean keys.
+            member's score is above the one that the cluster is chosen by, but for the rounding of mean keys. None:
+            `default_spread` of the keys' channels.
         is_rounded: whether mean keys and values are stored in bytes; else as the layer's own.
     """
 
@@ -54,7 +55,7 @@ class CompressedLayer(ReadingLayer):
         budget: ReadBudget,
         cluster_size: int,
         segment_length: int,
-        spread: float,
+        spread: float | None,
         is_rounded: bool,
     ):
         super().__init__(context, name="compressed", budget=budget)
@@ -69,6 +70,8 @@ class CompressedLayer(ReadingLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
+        if self.spread is None:
+            self.spread = default_spread(self.table.arena.specs[0].dim)
         self.store = ClusterStore(self.table.arena.specs, is_rounded=self.is_rounded)
         self.sides = self.store.tables(self.context, self.device, key_states.shape[0])
 

@@ -78,6 +78,11 @@ def share(value: Any) -> str | None:
     return None if is_number and 0 <= value <= 1 else "a number in [0, 1]"
 
 
+def optional_share(value: Any) -> str | None:
+    """Check of a part of something that may be nothing, or None."""
+    return None if value is None or share(value) is None else "a number in [0, 1], or None"
+
+
 def number_at_least(minimum: float) -> Callable[[Any], str | None]:
     """Check of a number of at least `minimum`."""
 

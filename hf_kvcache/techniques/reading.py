@@ -1,6 +1,6 @@
 """Techniques that read some of the tokens they store (6 and 7)."""
 
-from .options import Option, Technique, at_least, one_of, optional_ratio, share
+from .options import Option, Technique, at_least, one_of, optional_ratio, optional_share, share
 
 
 def _reading(name: str, summary: str, *options: Option, number: int = 7) -> Technique:
@@ -49,7 +49,13 @@ COMPRESSED = _reading(
     "compressed",
     "clusters of tokens: their members, or a summary of them",
     Option("cluster_size", "int", 8, "tokens a cluster, on average", at_least(2)),
-    Option("spread", "float", 0.3, "how far a cluster's keys reach from their mean, of the farthest: to choose", share),
+    Option(
+        "spread",
+        "float | None",
+        None,
+        "how far a cluster's keys reach from their mean, of the farthest: to choose (0.3; less for wide heads)",
+        optional_share,
+    ),
     Option("summaries", "str", "int8", "how mean keys and values lie: 'int8' or 'exact'", one_of("int8", "exact")),
     Option("segment_length", "int", 256, "tokens that are clustered together, at least", at_least(16)),
     Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_kvcache
 from hf_kvcache import make_cache
-from hf_kvcache.compressed.clusters import cluster_tokens
+from hf_kvcache.compressed.clusters import cluster_tokens, default_spread
 from hf_kvcache.compressed.compressed_layer import CompressedLayer
 from hf_kvcache.kernels import native
 
@@ -78,7 +78,18 @@ def test_rows_do_not_see_each_others_padding():
         torch.testing.assert_close(first, second)
 
 
+def test_wide_heads_reach_less():
+    assert default_spread(16) == default_spread(64) == 4 * default_spread(256) == 0.3
+
+
 # --- the layer
+
+
+@pytest.mark.parametrize(("head_dim", "spread"), [(16, 0.3), (128, 0.15)])
+def test_the_default_spread_is_that_of_the_heads(head_dim, spread, tiny_model):
+    layer = make_cache(tiny_model("llama"), "compressed", **SMALL).layers[0]
+    layer.fill(heads_of(0, 1, 2, 8, head_dim), heads_of(1, 1, 2, 8, head_dim))
+    assert layer.spread == spread
 
 
 @pytest.mark.parametrize("amount", [{"keep_ratio": 1.0}, {"budget": 500}, {"top_p": 1.0}], ids=str)
