@@ -46,5 +46,20 @@ class HeadwiseCodec(Codec):
             part = encoded[begin : begin + len(planes)]
             decoded.append(codec.decode(part, shape._replace(num_heads=len(heads))))
             begin += len(planes)
-        order = torch.tensor([head for _, heads in self.parts for head in heads], device=decoded[0].device)
-        return torch.cat(decoded, dim=1)[:, order.argsort()]
+        return self._in_order(decoded)
+
+    def decode_units(self, planes, groups, offsets, unit, shape):
+        decoded, begin = [], 0
+        for (codec, heads), own in zip(self.parts, self._planes_of_parts(shape), strict=True):
+            part, begin = planes[begin : begin + len(own)], begin + len(own)
+            own_shape = shape._replace(num_heads=len(heads))
+            decoded.append(codec.decode_units(part, groups[:, heads], offsets[:, heads], unit, own_shape))
+        return self._in_order(decoded)
+
+    def unit_bytes(self, unit, shape):
+        return sum(codec.unit_bytes(unit, shape._replace(num_heads=len(heads))) for codec, heads in self.parts)
+
+    def _in_order(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The heads of all parts, `[B, H, T, D]`, one after the other again."""
+        order = torch.tensor([head for _, heads in self.parts for head in heads], device=parts[0].device)
+        return torch.cat(parts, dim=1)[:, order.argsort()]

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
+from .chosen import take_bits, take_rows
 from .packing import look_up, pack, unpack
 from .rotated import codebook
 from .statistics import LayerStatistics
@@ -192,15 +193,46 @@ class TransformKeyCodec(Codec):
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed, scales = encoded
         self._move_to(packed.device)
-        levels = self._unpack(packed.squeeze(1))  # [B, n, C, G]
-        batch, groups = levels.shape[:2]
+        return self._synthesised(self._unpack(packed.squeeze(1)), scales, shape)
+
+    def _synthesised(self, levels: torch.Tensor, scales: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Keys `[B, H, n * G, D]` of levels `[B, n, C, G]` and coded scales `[B, H, n, G]`, for any `G`."""
+        batch, groups, _, length = levels.shape
         # Coefficients without bits are zero: the row after the last.
         rows = nn.functional.pad(levels, (0, 0, 0, 1)).index_select(2, self.place)
         flat = rows.unflatten(2, (shape.num_heads, -1)).permute(2, 0, 1, 4, 3).reshape(shape.num_heads, -1, shape.dim)
-        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, self.group_length, shape.dim)
+        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, length, shape.dim)
         scale = torch.exp2((scales.float() - _MIDDLE) / _STEPS_PER_OCTAVE).unsqueeze(-1)  # [B, H, n, G, 1]
         states = states.transpose(0, 1) * scale
         return (states.flatten(2, 3) + self.mean).to(shape.dtype)
+
+    def decode_units(self, planes, groups, offsets, unit, shape):
+        packed, scales = planes
+        self._move_to(packed.device)
+        begin, first = groups * packed.shape[2], 0
+        levels = [torch.empty(len(groups), 0, groups.shape[2] * unit, device=packed.device)]
+        for (nbits, count), heads in zip(self.segments, self.head_of.split([n for _, n in self.segments]), strict=True):
+            codes, own, own_offsets = None, begin[:, heads], offsets[:, heads]  # [B, C, K]
+            for width, shift in _widths(nbits):
+                size = self.group_length * width // 8
+                of_row = own + (first + torch.arange(count, device=own.device) * size)[:, None]
+                part = take_bits(packed, of_row, own_offsets, unit, width=width, group_length=self.group_length)
+                codes = part << shift if codes is None else codes | part << shift
+                first += count * size
+            levels.append(look_up(codebook(nbits), codes))
+        heads = torch.arange(shape.num_heads, device=groups.device)[:, None]
+        rows = ((heads * scales.shape[1] + groups) * self.group_length + offsets) // unit
+        found = take_rows(scales, rows, unit).flatten(2).unsqueeze(2)  # [B, H, 1, K * unit]
+        return self._synthesised(torch.cat(levels, dim=1).unsqueeze(1), found, shape)
+
+    def unit_bytes(self, unit, shape):
+        # Of each piece of a coefficient's codes, a byte that it shares with tokens of other runs.
+        codes = sum(
+            count * min(unit, self.group_length * width // 8)
+            for nbits, count in self.segments
+            for width, _ in _widths(nbits)
+        )
+        return codes + unit * shape.num_heads
 
     def _move_to(self, device: torch.device) -> None:
         if self.mean.device != device:

@@ -86,19 +86,13 @@ class SparseCodedLayer(SparseCodedStore):
 
     def _count_read(self, tail: list[torch.Tensor], units: int) -> None:
         """Note that each row and head reads so many units, the summaries or keys of all, and what is exact."""
-        planes, group, unit = self.coded.arena.specs, self.group_length, self.reader.unit
-        keys, values = (
-            sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in part)
-            for part in (planes[: self._num_key_planes], planes[self._num_key_planes :])
-        )
-        read = units * unit * values / group
-        if self.summaries is None:
-            read += self.coded.length * keys
-        else:
-            form = self.codecs[0].stored_form(self.shapes[0])
-            # A byte of keys by the channel holds tokens of several pages, and all of a group share scales.
-            is_shared = form is not None and form.by_channel
-            read += units * (min(keys, keys * unit * 8 / (group * form.bits)) if is_shared else keys * unit / group)
+        unit, of_codecs = self.reader.unit, list(zip(self.codecs, self.shapes, strict=True))
+        keys, values = (codec.group_bytes(shape) * self.coded.length for codec, shape in of_codecs)
+        most = [units * codec.unit_bytes(unit, shape) for codec, shape in of_codecs]
+        # Keys by which units are chosen are all read.
+        read = keys if self.reader.reads_keys else min(keys, most[0])
+        read += min(values, most[1])
+        if self.summaries is not None:
             read += self.summaries.length * self.summaries.arena.block_bytes
         exact = sum(state.nbytes for state in tail) + self.sinks.nbytes
         self.read_bytes = round(self.batch_size * read) + exact
@@ -113,8 +107,8 @@ class SparseCodedLayer(SparseCodedStore):
             slices = self._slices()
             scores = torch.cat([few_products(packed, self._decode(*part)[0]) for part in slices], dim=3)
         else:
-            pages = self.group_length // unit
-            summaries = [plane.unflatten(3, (pages, -1)).flatten(2, 3) for plane in self.summaries.materialize()]
+            blocks = self.group_length // self.reader.block_size
+            summaries = [plane.unflatten(3, (blocks, -1)).flatten(2, 3) for plane in self.summaries.materialize()]
             scores = self.reader.scores(packed, summaries, self.fitted)
         first = self.sinks.first_slot[:, None]
         units = torch.arange(scores.shape[3], device=self.device)
@@ -148,9 +142,10 @@ class SparseCodedLayer(SparseCodedStore):
     def _gathered(self, module, query, tail, mask, units: torch.Tensor, is_read: torch.Tensor):
         """Keys and values of sinks, chosen units and tail `[B, H, n, D]`, and their mask `[B, H, 1, n]`."""
         unit, heads = self.reader.unit, units.shape[1]
-        slots = (units.unsqueeze(3) * unit + torch.arange(unit, device=self.device)).flatten(2)  # [B, H, K * unit]
-        chosen = self._decoded_tokens(slots) if self.reader.reads_keys else self._decoded_pages(units)
-        states = [torch.cat(parts, dim=2) for parts in zip(self.sinks.states, chosen, tail, strict=True)]
+        slots = self._slots_of(units)
+        states = [
+            torch.cat(parts, dim=2) for parts in zip(self.sinks.states, self._decoded_units(units), tail, strict=True)
+        ]
         first = self.sinks.first_slot[:, None, None]
         is_sink = (slots >= first) & (slots < first + self.num_sink_tokens)
         is_there = is_read.repeat_interleave(unit, dim=2) & ~is_sink
@@ -166,30 +161,24 @@ class SparseCodedLayer(SparseCodedStore):
         every = torch.cat([exact_slots[..., :count], slots, exact_slots[..., count:]], dim=2)
         return states, restrict_mask(module, self._columns(mask, every).unsqueeze(2), allowed, query.dtype)
 
-    def _decoded_pages(self, units: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values `[B, H, K * unit, D]` of pages: of the groups that they lie in, no other one is decoded."""
+    def _decoded_units(self, units: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values `[B, H, K * unit, D]` of the chosen units, and of nothing else."""
         unit, size = self.reader.unit, self.group_length
-        pages = size // unit
-        groups = self.coded.device_ids[:, None].expand(-1, units.shape[1], -1).gather(2, units // pages)
-        heads = torch.arange(units.shape[1], device=self.device)[:, None]
-        planes = [plane[heads, groups] for plane in self.coded.arena.planes]  # [B, H, K, dim]
-        split = (planes[: self._num_key_planes], planes[self._num_key_planes :])
-        offsets = (units % pages * unit).unsqueeze(3) + torch.arange(unit, device=self.device)
-        index = (torch.arange(units.shape[2], device=self.device)[:, None] * size + offsets).flatten(2).unsqueeze(3)
-        decoded = (c.decode(part, s) for c, part, s in zip(self.codecs, split, self.shapes, strict=True))
-        return [state.gather(2, index.expand(-1, -1, -1, state.shape[3])) for state in decoded]
+        first, split = units * unit, self._num_key_planes
+        groups = self.coded.device_ids[:, None].expand(-1, units.shape[1], -1).gather(2, first // size)
+        planes = self.coded.arena.planes
+        keys, values = (
+            codec.decode_units(part, groups, first % size, unit, shape)
+            for codec, part, shape in zip(self.codecs, (planes[:split], planes[split:]), self.shapes, strict=True)
+        )
+        if self.rotary is not None:
+            # A head of a row is a row of its own, with positions of its own.
+            positions = (self._slots_of(units) - self.sinks.first_slot[:, None, None]).clamp(min=0)
+            turned = self.rotary.turn(keys.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1))
+            keys = turned.view(keys.shape).to(keys.dtype)
+        return [keys, values]
 
-    def _decoded_tokens(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values `[B, H, K, D]` of single tokens, decoded a slice of groups at a time."""
-        gathered = None
-        for start, stop in self._slices():
-            begin, end = start * self.group_length, stop * self.group_length
-            index = (slots - begin).clamp(0, end - begin - 1).unsqueeze(3)
-            is_here = ((slots >= begin) & (slots < end)).unsqueeze(3)
-            parts = [state.gather(2, index.expand(-1, -1, -1, state.shape[3])) for state in self._decode(start, stop)]
-            gathered = (
-                parts
-                if gathered is None
-                else [torch.where(is_here, part, whole) for part, whole in zip(parts, gathered, strict=True)]
-            )
-        return gathered
+    def _slots_of(self, units: torch.Tensor) -> torch.Tensor:
+        """The slots `[B, H, K * unit]` of units `[B, H, K]`."""
+        unit = self.reader.unit
+        return (units.unsqueeze(3) * unit + torch.arange(unit, device=self.device)).flatten(2)
