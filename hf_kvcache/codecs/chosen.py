@@ -1,12 +1,12 @@
 """Tokens of encoded groups decoded without the others of their groups: what sparse reads need where no kernel serves.
 
-A *unit* is a run of consecutive tokens of a group. Of the bytes that hold it, those of other groups and other tokens are
-not touched, but for tokens that share a byte with it.
+A *unit* is a run of consecutive tokens of a group: one, or a page. Bytes of other tokens are not touched, but where
+they share a byte with it.
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,29 +24,44 @@ def take_rows(plane: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Ten
     return plane.view(-1, length).index_select(0, rows.flatten()).view(*rows.shape, length)
 
 
-def take_bits(
-    plane: torch.Tensor, begin: torch.Tensor, offsets: torch.Tensor, unit: int, *, width: int, group_length: int
-) -> torch.Tensor:
-    """Codes of `width` bits that are packed along the tokens of a group, of units alone, uint8 `[..., K * unit]`.
+class PackedUnits(NamedTuple):
+    """Where units of codes that are packed along the tokens of a group (`packing`) lie in the first row of their group.
 
-    Args:
-        plane: uint8, contiguous.
-        begin: int64, broadcasts to `[..., K]`: the first byte of each unit's group, which are `group_length` codes.
-        offsets: int64, broadcasts to `[..., K]`: where each unit begins in its group; `unit` divides it.
-        unit: tokens a unit.
+    Attributes:
+        index: int64 `[..., W]`: the words, of as many bytes of one segment as are units of this length.
+        shift: int64 `[..., W]`: of their codes, in bits.
+        size: bytes of a word.
         width: bits of a code.
-        group_length: tokens a group.
     """
-    length = group_length * width // 8  # bytes of a group, each with a code of as many segments (`packing`)
-    size = math.gcd(unit, length, 8)
-    if size < unit:  # a unit of several words
-        offsets = (offsets.unsqueeze(-1) + torch.arange(0, unit, size, device=offsets.device)).flatten(-2)
-        begin = begin.repeat_interleave(unit // size, dim=-1) if begin.shape[-1] > 1 else begin
-    index = begin // size + offsets % length // size
-    words = plane.view(-1).view(_WORDS[size]).index_select(0, index.flatten()).view(index.shape)
-    # Bits of other tokens that are shifted in from the byte above are masked like the others.
-    shifted = words >> (offsets // length * width).to(words.dtype)
-    return shifted.unsqueeze(-1).view(torch.uint8).flatten(-2) & (2**width - 1)
+
+    index: torch.Tensor
+    shift: torch.Tensor
+    size: int
+    width: int
+
+    @classmethod
+    def of(cls, begin: torch.Tensor, offsets: torch.Tensor, unit: int, width: int, group_length: int) -> "PackedUnits":
+        """Of units of `unit` tokens at `offsets` `[..., K]` of groups that begin at the bytes `begin` `[..., K]`."""
+        length = group_length * width // 8  # bytes of a row, each with a code of as many segments
+        size = math.gcd(unit, length, 8)
+        if size < unit:  # a unit of several words
+            offsets = (offsets.unsqueeze(-1) + torch.arange(0, unit, size, device=offsets.device)).flatten(-2)
+            begin = begin.repeat_interleave(unit // size, dim=-1)
+        return cls((begin + offsets % length) // size, offsets // length * width, size, width)
+
+    def take(self, plane: torch.Tensor, rows: torch.Tensor, of: Callable) -> torch.Tensor:
+        """The codes of other rows of the same groups, uint8 `[..., n, K * unit]`.
+
+        Args:
+            plane: uint8, contiguous.
+            rows: int64 `[n]`: the byte that each row begins with, in its group.
+            of: makes of `[..., W]` what belongs to each row, which broadcasts with `[..., n, W]`.
+        """
+        index = of(self.index) + (rows // self.size)[:, None]
+        words = plane.view(-1).view(_WORDS[self.size]).index_select(0, index.flatten()).view(index.shape)
+        # Bits of other tokens that are shifted in from the byte above are masked like the others.
+        words >>= of(self.shift.to(words.dtype))
+        return words.unsqueeze(-1).view(torch.uint8).flatten(-2).bitwise_and_(2**self.width - 1)
 
 
 def decode_stored(
@@ -65,8 +80,9 @@ def decode_stored(
         return take_rows(plane, rows, plane.shape[2] * unit // size).unflatten(-1, (unit, -1)).flatten(2, 3)
 
     if form.by_channel:
-        begin = (groups.unsqueeze(2) * dim + torch.arange(dim, device=groups.device)[:, None]) * (size * width // 8)
-        found = take_bits(codes, begin, offsets.unsqueeze(2), unit, width=width, group_length=size).transpose(2, 3)
+        where = PackedUnits.of(groups * codes.shape[2], offsets, unit, width, size)
+        starts = torch.arange(dim, device=groups.device) * (size * width // 8)
+        found = where.take(codes, starts, lambda words: words.unsqueeze(2)).transpose(2, 3)
         ranges = [take_rows(of[name], groups, dim).repeat_interleave(unit, dim=2) for name in ("scale", "zero")]
     else:
         found = of_tokens(codes.view(torch.uint8))

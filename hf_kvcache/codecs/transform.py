@@ -20,7 +20,7 @@ from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
-from .chosen import take_bits, take_rows
+from .chosen import PackedUnits, take_rows
 from .packing import look_up, pack, unpack
 from .rotated import codebook
 from .statistics import LayerStatistics
@@ -209,16 +209,16 @@ class TransformKeyCodec(Codec):
     def decode_units(self, planes, groups, offsets, unit, shape):
         packed, scales = planes
         self._move_to(packed.device)
-        begin, first = groups * packed.shape[2], 0
+        begin, first, size = groups * packed.shape[2], 0, self.group_length
+        where = {width: PackedUnits.of(begin, offsets, unit, width, size) for width in (1, 2, 4, 8)}
         levels = [torch.empty(len(groups), 0, groups.shape[2] * unit, device=packed.device)]
         for (nbits, count), heads in zip(self.segments, self.head_of.split([n for _, n in self.segments]), strict=True):
-            codes, own, own_offsets = None, begin[:, heads], offsets[:, heads]  # [B, C, K]
+            codes = None
             for width, shift in _widths(nbits):
-                size = self.group_length * width // 8
-                of_row = own + (first + torch.arange(count, device=own.device) * size)[:, None]
-                part = take_bits(packed, of_row, own_offsets, unit, width=width, group_length=self.group_length)
-                codes = part << shift if codes is None else codes | part << shift
-                first += count * size
+                rows = first + torch.arange(count, device=packed.device) * (size * width // 8)
+                part = where[width].take(packed, rows, lambda words, heads=heads: words.index_select(1, heads))
+                codes = part if codes is None else codes | part << shift
+                first += count * (size * width // 8)
             levels.append(look_up(codebook(nbits), codes))
         heads = torch.arange(shape.num_heads, device=groups.device)[:, None]
         rows = ((heads * scales.shape[1] + groups) * self.group_length + offsets) // unit

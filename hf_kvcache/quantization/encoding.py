@@ -141,25 +141,35 @@ class Encoding:
             from ..calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
-        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(self._widths(layer))]
+        widths = self._widths(layer)
+        if all(isinstance(width, int) for width in widths):
+            return self._codecs_of(widths, head_dim)
+        pairs = self._pairs(layer, widths)
+        known = {pair: self._codecs_of(pair, head_dim) for pair in dict.fromkeys(pairs)}
+        if len(known) == 1:
+            return known[pairs[0]]
+        starts = [head for head, pair in enumerate(pairs) if not head or pair != pairs[head - 1]]
+        return [HeadwiseCodec([known[pair][kind] for pair in pairs], starts) for kind in (0, 1)]
+
+    def _codecs_of(self, widths: Sequence[int], head_dim: int) -> Sequence[Codec]:
+        """Codecs of keys and values of these widths."""
+        bits = dict(zip(("key_bits", "value_bits"), widths, strict=True))
+        return build_codecs(self.name, self.options | bits, head_dim)
+
+    def _pairs(self, layer: int, widths: Sequence[int | Sequence[int]]) -> list[tuple[int, int]]:
+        """Bits of the keys and of the values of each head."""
+        for width in widths:
+            if not isinstance(width, int) and len(width) != self._num_heads:
+                raise ValueError(
+                    f"bits of layer {layer} has {len(width)} widths for {self._num_heads} KV heads: give one for each."
+                )
+        of_heads = ([width] * self._num_heads if isinstance(width, int) else width for width in widths)
+        return list(zip(*of_heads, strict=True))
 
     def _widths(self, layer: int) -> Sequence[int | Sequence[int]]:
         """Bits of the keys and of the values of a layer."""
         entry = self.bits[self.layers.index(layer)]
         return (entry, entry) if isinstance(entry, int) else entry
-
-    def _codec(self, kind: int, width: int | Sequence[int], layer: int, head_dim: int) -> Codec:
-        """The codec of the keys (`kind` 0) or values (1) of a layer, whose heads may have widths of their own."""
-        heads = [width] if isinstance(width, int) else width
-        if not isinstance(width, int) and len(width) != self._num_heads:
-            raise ValueError(
-                f"bits of layer {layer} has {len(width)} widths for {self._num_heads} KV heads: give one for each."
-            )
-        known = {}
-        for nbits in set(heads):
-            options = self.options | {"key_bits": nbits, "value_bits": nbits}
-            known[nbits] = build_codecs(self.name, options, head_dim)[kind]
-        return known[heads[0]] if len(known) == 1 else HeadwiseCodec([known[nbits] for nbits in heads])
 
     @property
     def _num_heads(self) -> int:

@@ -42,7 +42,7 @@ CODECS = {
     "fp8": Fp8Codec(),
     **{f"rotated-key-{nbits}": RotatedKeyCodec(nbits) for nbits in (2, 3, 4)},
     "rotated-value-3": RotatedValueCodec(3),
-    "by-head": HeadwiseCodec([key(4), key(2), key(8)]),
+    "by-head": HeadwiseCodec([(four := key(4)), four, key(2)], starts=[0, 2]),
     "transform": transform([[0, 4, 4, 10, 20, 10, 8, 4, 4], [20, 0, 0, 44], [0, 64]]),
     "transform-of-a-head-without-bits": transform([[32, 0, 32], [64], [0, 30, 30, 4]]),
     "transform-without-bits": transform([[64], [64], [64]]),
