@@ -5,15 +5,14 @@ before the rotary embedding, where they vary in few directions. Each head has a 
 uncorrelated, measured once a model on a short text (`hf_kvcache.calibration`); a layer's bits go to coefficients by
 reverse water-filling. Within a head, coefficients of equal bits are mixed by a random rotation, so that all look
 normally distributed and one codebook serves them. The best fidelity a byte below 4 bits. Not for models without a
-rotary embedding. Decoded a slice at a time in each step, which takes longer than the integers.
+rotary embedding. Decoded a slice at a time in each step, which takes longer than the integers; sparse reads decode the
+tokens that they choose alone.
 Papers: NVIDIA 2025, KVTC, https://arxiv.org/abs/2511.01815 (principal components and bits a component); Cover and
 Thomas, Elements of information theory (reverse water-filling); Malinovskii et al. 2024, HIGGS,
 https://arxiv.org/abs/2411.17525 (rotation and codebook).
 Differs from KVTC: a basis for each head weighted by its queries, rotation and codebook instead of an entropy coder, so
 that a group of tokens has a fixed size and is read in place.
 """
-
-import functools
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from .rotated import codebook
 from .statistics import LayerStatistics
 
 GROUP_LENGTH = 128
-MAX_BITS = 8
 # What a codec holds of each head, and of the order in which coefficients are stored.
 _OF_HEADS, _LAYOUT = ("mean", "analysis", "synthesis", "weight"), ("order", "head_of", "place", "num_coded")
 # Groups encoded at a time: a long prompt needs no more memory than this.
@@ -36,30 +34,6 @@ _STEPS_PER_OCTAVE, _MIDDLE = 8, 128
 # Steps from a token's root mean square that are tried as its scale, and then those next to the best. Larger ones serve
 # tokens with one huge coefficient, which would be clipped.
 _COARSE_STEPS, _FINE_STEPS = (-3, 0, 3, 6, 10), (-1, 1)
-
-
-@functools.cache
-def distortion(nbits: int) -> float:
-    """Mean squared error of the codebook of `nbits` for a standard normal variable; 1 at 0 bits."""
-    if not nbits:
-        return 1.0
-    levels = codebook(nbits).double()
-    bound = torch.tensor([40.0], dtype=torch.float64)
-    edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
-    masses = torch.special.ndtr(edges).diff()
-    return 1.0 - (masses * levels.square()).sum().item()
-
-
-def allocate(variances: torch.Tensor, total_bits: int) -> torch.Tensor:
-    """Bits of each coefficient, in the shape of `variances`, that sum to `total_bits` (reverse water-filling).
-
-    Each bit goes where it lowers the squared error most. The gains of a coefficient fall from bit to bit, so the
-    largest gains of all are the best choice.
-    """
-    steps = torch.tensor([distortion(b) - distortion(b + 1) for b in range(MAX_BITS)], dtype=torch.float64)
-    gains = variances.double().flatten()[:, None] * steps
-    chosen = gains.flatten().argsort(descending=True, stable=True)[:total_bits] // MAX_BITS
-    return torch.bincount(chosen, minlength=variances.numel()).view(variances.shape)
 
 
 def mixing(bits: torch.Tensor) -> torch.Tensor:

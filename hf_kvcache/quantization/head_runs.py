@@ -14,8 +14,12 @@ class HeadRun(NamedTuple):
     heads: slice
     codecs: tuple[Codec, ...]
     shapes: tuple[Shape, ...]
-    forms: tuple[StoredForm | None, ...]
     planes: tuple[range, ...]
+
+    @property
+    def forms(self) -> list[StoredForm | None]:
+        """Of keys and values; they are no memory of a cache, and so not held."""
+        return [codec.stored_form(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
 
     def planes_of(self, planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of all `planes`, those of these heads' keys, then of their values."""
@@ -42,6 +46,5 @@ def head_runs(codecs: Sequence[Codec], shapes: Sequence[Shape]) -> list[HeadRun]
             stop = begin[side] + len(codec.planes(shape))
             planes.append(range(begin[side], stop))
             begin[side] = stop
-        forms = tuple(codec.stored_form(shape) for codec, shape in zip(of_run, own_shapes, strict=True))
-        runs.append(HeadRun(heads[0], of_run, own_shapes, forms, tuple(planes)))
+        runs.append(HeadRun(heads[0], of_run, own_shapes, tuple(planes)))
     return runs

@@ -1,10 +1,11 @@
 """Query-aware sparse reads over encoded tokens (techniques 7 and 8): a step decodes only what its query needs.
 
 Tokens are stored as `coded_layer` stores them. A step reads the sinks, the exact tail and the encoded units of the
-largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens,
-by scores with the encoded keys themselves, which needs no further bytes. Only values are left unread then.
-The cache is complete: this saves reads on top of what the codec saves. Prompts, and all forwards of several tokens,
-read everything.
+largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens.
+Those are chosen by scores with the encoded keys themselves, which needs no further bytes and leaves only values unread;
+or, where keys would have to be decoded to be scored, by the 2-bit copy of `index`. Of a group, the chosen units alone
+are decoded, also where its tokens were encoded together. The cache is complete: this saves reads on top of what the
+codec saves. Prompts, and all forwards of several tokens, read everything.
 """
 
 import math
