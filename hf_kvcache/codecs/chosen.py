@@ -15,7 +15,7 @@ from .packing import look_up, unpack
 if TYPE_CHECKING:
     from .base import StoredForm
 
-# As many bytes are taken at a time as a word has, and a byte of ones lies in each.
+# Bytes that are taken at a time, and what holds them.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -249,6 +249,34 @@ def test_a_saved_cache_goes_on_with_the_same_bits(name, tiny_model, make_ids, ru
     assert torch.equal(run(model, loaded, rest, chunks=[1] * 17), expected)
 
 
+@pytest.mark.parametrize("name", ["quest+transform", "index+transform", "index+bnb8", "quest+int4 by head"])
+def test_a_step_decodes_no_group(name, tiny_model, make_ids, left_pad, run, monkeypatch):
+    """Neither where the kernel chooses, nor where the model has a softmax of its own."""
+    if "bnb8" in name:
+        pytest.importorskip("bitsandbytes")
+    model, (ids, mask) = model_of(tiny_model), left_pad(make_ids(2, PROMPT + 4), [PROMPT + 4, 200])
+    cache = make(model, name, **SMALL)
+    run(model, cache, ids[:, :PROMPT], mask[:, :PROMPT])
+    monkeypatch.setattr(SparseCodedLayer, "_decode", lambda *args: pytest.fail("a group was decoded"))
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        past = cache.get_seq_length()
+        run(model, cache, ids[:, past : past + 2], mask[:, : past + 2], chunks=[1, 1])
+    assert 0 < cache.report().read_ratio < 1
+
+
+@pytest.mark.parametrize("name", ["quest+transform", "index+transform"])
+def test_half_precision(name, tiny_model, make_ids, run):
+    model, ids = copy.deepcopy(model_of(tiny_model)), make_ids(2, PROMPT + 2)
+    cache = make(model, name, **SMALL)
+    expected = run(model, cache, ids, chunks=[PROMPT, 1, 1])
+    model = model.to(torch.bfloat16)
+    cache = make(model, name, **SMALL)
+    logits = run(model, cache, ids, chunks=[PROMPT, 1, 1])
+    assert cache.layers[0].keys.dtype == logits.dtype == torch.bfloat16
+    assert (logits[:, -1].float() - expected[:, -1]).norm() < 0.3 * expected[:, -1].norm()
+
+
 @pytest.mark.parametrize("name", ["quest+int4", "index+int4", "quest+transform", "index+transform"])
 @pytest.mark.parametrize(("model", "attention"), [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama", "eager")])
 def test_the_softmax_stays_the_models_own(name, model, attention, tiny_model, make_ids, left_pad, run):
