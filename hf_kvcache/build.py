@@ -207,7 +207,8 @@ class _Builder:
             sizes = {key: options[key] for key in ("cluster_size", "segment_length")}
             if options["keep"] == "selected":
                 return SummaryLayer(context, budget=budget, **sizes)
-            return CompressedLayer(context, budget=budget, spread=options["spread"], **sizes)
+            more = {"spread": options["spread"], "is_rounded": options["summaries"] == "int8"}
+            return CompressedLayer(context, budget=budget, **sizes, **more)
         if self.encoding is None:
             return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
         codecs = self.encoding.codecs(attention, context)

@@ -34,7 +34,8 @@ struct Segment {
   int64_t scores_row;
   const int64_t* first_slot;           // [rows], or null: `slot`
   int64_t slot, stop;
-  int64_t hides_sinks;
+  int64_t hides_sinks, ignores_mask;
+  const int64_t* lengths;  // [rows, heads], none above `length`: how many tokens each has, or null: `length`
 
   const int64_t* of(const int64_t* all, int64_t b, int64_t h) const {
     return all ? all + b * ids_row + h * ids_head : nullptr;
@@ -83,4 +84,29 @@ struct Choice {
   float* rest;             // [rows, heads, queries], or null: the score of the last segment, a token that stands for all
   double rest_share;       // units that are not read, with this share of their estimated mass
   int64_t taken;           // written: units of the row and head that has the most; the others are filled up to it
+};
+
+// Where the rows of a table lie: row `i` of sequence `b` is `ids[b][i / block] * block + i % block`, in each head.
+struct Places {
+  const int64_t* ids;
+  int64_t ids_row, block;
+};
+
+// Which clusters of tokens the last segment but one of `attention` reads, member by member. The last segment are the
+// clusters, each as one token, of which those count that are not read.
+struct ClusterChoice {
+  Call* attention;  // all other segments are read anyway
+  Estimate estimate;  // of mean keys
+  int64_t num_clusters, scores_row;
+  Places clusters, members, tokens;
+  const int32_t *begins, *sizes;  // of each head's clusters: where their members begin, and how many there are
+  const float *masses, *radii;    // what is added to the score of a mean key, and the farthest a member is from it
+  const int32_t* member;          // of each head: tokens, cluster by cluster
+  int64_t cluster_head, member_head;  // elements from one head to the next
+  double spread;      // share of the radius by which a cluster is nearer to the query when it is chosen
+  int64_t count;      // tokens to read, at most
+  int64_t is_mean;    // query heads agree by the mean of their shares, else the largest
+  double top_p;       // read until what is read has this share of the estimated attention, or 0: `count` tokens
+  int64_t *ids, *lengths;  // [rows, heads, count] and [rows, heads]: where the members lie that are read, how many
+  float* scores;      // [rows, heads, queries, scores_row]: of the clusters, -inf for those that are read
 };

@@ -5,10 +5,8 @@
 #include <memory>
 
 #include "estimates.h"
-#include "queries.h"
+#include "exact.h"
 #include "select.h"
-#include "shares.h"
-#include "split.h"
 
 namespace {
 
@@ -20,7 +18,7 @@ class Chooser {
  public:
   Chooser(const Choice& choice, const Estimates& estimates)
       : choice(choice), call(*choice.attention), estimates(estimates), units(estimates.call.segments[0]),
-        scratch(estimates.call), exact_scratch(call), exact(call.queries) {}
+        scratch(estimates.call), exact(call, chosen_index(choice)) {}
 
   // Scores a split of the units.
   void score(int64_t pair, int64_t index, Shares shares) {
@@ -47,8 +45,7 @@ class Chooser {
 
   // Chooses by the scores of all splits; returns the number of units taken.
   int64_t choose(int64_t pair, Shares shares) {
-    score_exact(pair);
-    const float share = shares.merge(exact.data(), choice.is_mean);
+    const float share = shares.merge(exact.of(pair), choice.is_mean);
     const int64_t taken = take(pair, shares, share);
     for (int64_t m = 0; choice.rest && m < call.queries; ++m)
       choice.rest[pair * call.queries + m] =
@@ -66,10 +63,10 @@ class Chooser {
   const Call& call;
   const Estimates& estimates;
   const Segment& units;
-  Scratch scratch, exact_scratch;
-  Queries queries, exact_queries;
+  Scratch scratch;
+  Queries queries;
+  Exact exact;
   std::vector<int64_t> hidden;  // places in a split
-  std::vector<float> exact;     // log-sum-exp of what is read anyway, for each query
   std::unique_ptr<int32_t[]> places;
 
   float* all_scores(const Shares& shares, int64_t m) const { return shares.masses + shares.size() + m * choice.num_units; }
@@ -91,25 +88,6 @@ class Chooser {
   }
 
   static constexpr float kHidden = std::numeric_limits<float>::lowest() / 2;
-
-  void score_exact(int64_t pair) {
-    exact_queries.move_to(call, pair);
-    std::fill(exact.begin(), exact.end(), kNone);
-    for (int64_t index = 0; index < chosen_index(choice); ++index) {
-      const Segment& segment = call.segments[index];
-      for (int64_t begin = 0; begin < segment.length; begin += split_length(segment)) {
-        const int64_t stop = std::min(segment.length, begin + split_length(segment));
-        const Matrix seen = Split(call, segment, pair / call.heads, pair % call.heads, begin, stop, exact_scratch)
-                                .seen_scores(exact_queries.of(call, index), exact_queries.plain.data());
-        for (int64_t m = 0; m < call.queries; ++m) {
-          const float highest = std::max(exact[m], highest_of(seen.at(m), seen.stride));
-          if (highest == kNone) continue;
-          const float total = exponentials(seen.at(m), seen.stride, highest, seen.at(m));
-          exact[m] = highest + std::log(std::exp(exact[m] - highest) + total);
-        }
-      }
-    }
-  }
 
   // `share`: of what is read anyway.
   int64_t take(int64_t pair, const Shares& shares, float share) {
@@ -162,8 +140,9 @@ extern "C" void hf_kvcache_decode(const Call* given);
 // Choose, and attend to what is read.
 extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* given) {
   const Choice& choice = *given;
-  const Estimates estimates(choice);
-  const Call &attention = *choice.attention, &call = estimates.call;
+  const Call& attention = *choice.attention;
+  const Estimates estimates(choice.estimate, attention, choice.num_units);
+  const Call& call = estimates.call;
   const Segment& units = call.segments[0];
   const int64_t pairs = call.rows * call.heads, splits = num_splits(units);
   const Shares shares(call.queries, choice.num_units, split_length(units), choice.rest);

@@ -13,9 +13,7 @@ import torch
 
 from ..codecs.base import StoredForm
 from . import native, structs
-from .decode import Call, Segment, dense_segment, set_coded_stores
-
-_NO_STOP = 2**62
+from .decode import NO_STOP, Call, Segment, dense_segment, set_coded_stores
 
 
 class Units(NamedTuple):
@@ -60,14 +58,14 @@ class UnitSinks(NamedTuple):
 
 def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: int) -> Segment:
     """Units of `unit` tokens that lie in planes of keys and of values `[H, slots, D]`, to be chosen."""
-    struct = structs.Segment(unit=unit, group_length=unit, stop=_NO_STOP)
+    struct = structs.Segment(unit=unit, group_length=unit, stop=NO_STOP)
     struct.key, struct.value = (structs.run_store(p, dim, unit) for p, dim in zip(planes, dims, strict=True))
     return Segment(struct, planes[0].shape[0], tuple(planes))
 
 
 def coded_units(forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int, unit: int) -> Segment:
     """Units of `unit` tokens of encoded groups, without the sinks among them, to be chosen; see `coded_segment`."""
-    struct = structs.Segment(unit=unit, hides_sinks=1, stop=_NO_STOP)
+    struct = structs.Segment(unit=unit, hides_sinks=1, stop=NO_STOP)
     set_coded_stores(struct, forms, planes, group_length)
     return Segment(struct, planes[0].shape[0], (*planes, *forms))
 

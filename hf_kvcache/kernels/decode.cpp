@@ -56,12 +56,17 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_decode(const C
       int64_t index = 0, split = item % splits;
       while (split >= num_splits(call.segments[index])) split -= num_splits(call.segments[index++]);
       const Segment& segment = call.segments[index];
-      const int64_t begin = split * split_length(segment);
-      const int64_t stop = std::min(segment.length, begin + split_length(segment));
-      queries.move_to(call, pair);
-      Split(call, segment, pair / call.heads, pair % call.heads, begin, stop, scratch)
-          .attend(queries.of(call, index), queries.plain.data(), outputs.get() + item * size,
-                  logsumexps.data() + item * call.queries);
+      const int64_t length = segment.lengths ? segment.lengths[pair] : segment.length;
+      const int64_t begin = split * split_length(segment), stop = std::min(length, begin + split_length(segment));
+      float *output = outputs.get() + item * size, *logsumexp = logsumexps.data() + item * call.queries;
+      if (begin < stop) {
+        queries.move_to(call, pair);
+        Split(call, segment, pair / call.heads, pair % call.heads, begin, stop, scratch)
+            .attend(queries.of(call, index), queries.plain.data(), output, logsumexp);
+      } else {
+        std::fill_n(output, size, 0.0f);
+        std::fill_n(logsumexp, call.queries, kNone);
+      }
       // Who finishes the last split of a row and head merges them: threads wait for each other once, at the end.
       if (done[pair].fetch_add(1) + 1 == splits)
         merge(call, outputs.get() + pair * splits * size, logsumexps.data() + pair * splits * call.queries, splits,

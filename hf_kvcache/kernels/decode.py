@@ -19,7 +19,7 @@ from . import native, structs
 _LANES = 16
 _LARGEST_DIM = 512
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_STOP = 2**62
+NO_STOP = 2**62  # of a segment all of whose slots are seen
 
 
 class Segment(NamedTuple):
@@ -41,7 +41,7 @@ def can_serve(query: torch.Tensor, mask: torch.Tensor | None, dims: Sequence[int
 
 
 def dense_segment(
-    states: Sequence[torch.Tensor], *, slot: int = 0, first_slot: torch.Tensor | None = None, stop: int = _NO_STOP
+    states: Sequence[torch.Tensor], *, slot: int = 0, first_slot: torch.Tensor | None = None, stop: int = NO_STOP
 ) -> Segment:
     """Keys and values `[B, Hkv, T, D]`, views with any strides but the last.
 
@@ -72,7 +72,7 @@ def coded_segment(
         slot: of the first encoded token.
     """
     ids = np.ascontiguousarray(block_ids)
-    struct = structs.Segment(ids=ids.ctypes.data, ids_row=ids.shape[1], unit=group_length, stop=_NO_STOP)
+    struct = structs.Segment(ids=ids.ctypes.data, ids_row=ids.shape[1], unit=group_length, stop=NO_STOP)
     struct.length, struct.slot, struct.hides_sinks = ids.shape[1] * group_length, slot, 1
     set_coded_stores(struct, forms, planes, group_length)
     return Segment(struct, planes[0].shape[0], (*planes, ids, *forms))
@@ -136,7 +136,7 @@ def run_segment(
         slot: of the mask, for the first token.
         slots: int64 `[B, K]`, the first slot of each run, or less than 0 for those that are not seen.
     """
-    struct = structs.Segment(unit=unit, group_length=unit, slot=slot, length=length, stop=_NO_STOP)
+    struct = structs.Segment(unit=unit, group_length=unit, slot=slot, length=length, stop=NO_STOP)
     structs.set_ids(struct, ids)
     if slots is not None:
         struct.slots = slots.ctypes.data

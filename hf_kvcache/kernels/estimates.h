@@ -6,13 +6,14 @@
 
 class Estimates {
  public:
-  Estimates(const Choice& choice) : estimate(choice.estimate), attention(*choice.attention), call(attention) {
+  Estimates(const Estimate& estimate, const Call& attention, int64_t num_units)
+      : estimate(estimate), attention(attention), call(attention) {
     segment.key = estimate.key;
     if (estimate.rounds) segment.key.rotation = nullptr;  // queries are rotated here
     segment.ids = estimate.ids;
     segment.ids_row = estimate.ids_row;
     segment.unit = segment.group_length = estimate.per_slot;
-    segment.length = choice.num_units;
+    segment.length = num_units;
     segment.stop = std::numeric_limits<int64_t>::max();
     const int64_t pairs = call.rows * call.heads, dim = attention.segments[0].key.dim;
     query.resize(pairs * call.queries * segment.key.dim);

@@ -45,6 +45,11 @@ struct Int8 {
   static Vec widen(const uint8_t* from) { return __builtin_convertvector(::widen(load<ByteVec>(from)), Vec); }
 };
 
+struct Signed8 {
+  using Element = uint8_t;
+  static Vec widen(const uint8_t* from) { return __builtin_convertvector(widen_signed(load<ByteVec>(from)), Vec); }
+};
+
 // Packed codes, as packing.py lays them out: byte `j` of a row holds the codes `j + s * segment`, the first in its low
 // bits. Which of the three serves depends on what divides the segment: a vector, half of one, or neither. Bits above a
 // code are left in: `look_up` ignores them, or finds the same value for them.

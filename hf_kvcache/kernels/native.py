@@ -22,8 +22,8 @@ from filelock import FileLock
 
 _FOLDER = Path(__file__).parent
 _SOURCES = (
-    *("decode.cpp", "choose.cpp", "products.cpp"),
-    *("bytes.h", "call.h", "estimates.h", "formats.h", "parts.h"),
+    *("choose.cpp", "clusters.cpp", "decode.cpp", "products.cpp"),
+    *("bytes.h", "call.h", "estimates.h", "exact.h", "formats.h", "parts.h"),
     *("products.h", "queries.h", "select.h", "shares.h", "split.h", "vec.h"),
 )
 _COMPILERS = ("g++", "clang++")

@@ -8,7 +8,6 @@
 #include "products.h"
 
 constexpr int kSplit = 512;  // tokens of a split, as near as units allow
-constexpr uintptr_t kLine = 64;  // bytes of a line of the CPU's caches
 constexpr int kIndexSplit = 2048;  // the same where a token is a few bytes
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 

@@ -13,6 +13,8 @@ namespace {
 template <int M>
 constexpr int kVecs = kLanes == 8 && M == kMaxQueries ? 2 : 4;
 
+constexpr int kAhead = 16;  // rows that are asked for before they are needed
+
 template <class F, int M, int V>
 void dot_of(const Group& group, int count, int first, int length, Matrix in, Matrix out) {
   using Place = typename F::Place;
@@ -25,6 +27,7 @@ void dot_of(const Group& group, int count, int first, int length, Matrix in, Mat
     Vec parts[M][kLanes] = {};
     const int tokens = count - start < kLanes ? count - start : kLanes;
     for (int t = 0; t < tokens; ++t) {
+      if (group.places && start + t + kAhead < count) group.fetch(start + t + kAhead);
       const Row row = group.row(start + t, table);
       Vec part[M] = {};
       for (int next = 0; next < vecs; next += V)
@@ -54,6 +57,7 @@ void mix_of(const Group& group, int count, int first, Matrix in, Matrix out) {
   for (int m = 0; m < M; ++m)
     for (int v = 0; v < V; ++v) mixed[m][v] = load<Vec>(out.at(m) + first + v * kLanes);
   for (int t = 0; t < count; ++t) {
+    if (group.places && t + kAhead < count) group.fetch(t + kAhead);
     const Row row = group.row(t, table);
     for (int v = 0; v < V; ++v) {
       const Vec values = F::vec(row, places[v]);
@@ -118,7 +122,7 @@ void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
   constexpr int bytes = 4 * Lanes, segments = 8 / Bits, dim = segments * bytes;  // of a row
   constexpr int wide = sizeof(WideBytes), vecs = bytes > wide ? bytes / wide : 1;  // of a row, if it fills one
   constexpr int parts = Lanes / vecs;  // vectors of `kLanes` rows, when those of each row are added up
-  WideBytes factors[M][segments][vecs];
+  WideBytes factors[M][vecs][segments];
   float scale[M], offset[M];
   for (int m = 0; m < M; ++m) {
     Vec most = splat(1e-30f);
@@ -138,17 +142,16 @@ void dot_index_of(const Group& group, int count, Matrix in, Matrix out) {
     }
     offset[m] = ((1 << Bits) - 1) * 0.5f * fold_all(sum);
     for (int s = 0; s < segments; ++s)
-      for (int j = 0; j < vecs * wide; j += bytes) std::memcpy((uint8_t*)factors[m][s] + j, own + s * bytes, bytes);
+      for (int j = 0; j < vecs * wide; ++j) ((uint8_t*)&factors[m][j / wide][s])[j % wide] = own[s * bytes + j % bytes];
   }
   const auto tokens = [&](const uint8_t* rows, float* const* to) {
     IntVec sums[M][parts] = {};
     for (int p = 0; p < parts; ++p)
       for (int v = 0; v < vecs; ++v) {
         const WideBytes packed = load<WideBytes>(rows + (p * vecs + v) * wide);
-        for (int s = 0; s < segments; ++s) {
-          const WideBytes codes = pieces<Bits>(packed, Bits * s);
-          for (int m = 0; m < M; ++m) sums[m][p] = add_products(sums[m][p], codes, factors[m][s][v]);
-        }
+        WideBytes codes[segments];
+        for (int s = 0; s < segments; ++s) codes[s] = pieces<Bits>(packed, Bits * s);
+        for (int m = 0; m < M; ++m) sums[m][p] = add_products<segments>(sums[m][p], codes, factors[m][v]);
       }
     for (int m = 0; m < M; ++m)
       store(to[m], (__builtin_convertvector(fold(sums[m], parts), Vec) - offset[m]) * scale[m]);
@@ -190,6 +193,7 @@ constexpr Products index_products() {
 const Products& products_for(Form form, int length, int bits) {
   static constexpr Products float32 = products<Dense<Float32>>(), bfloat16 = products<Dense<BFloat16>>();
   static constexpr Products float16 = products<Dense<Float16>>(), float8 = products<Dense<Float8>>();
+  static constexpr Products signed8 = products<Dense<Signed8>>();
   static constexpr Products int8 = products<Dense<Int8>, true>(), whole = products<Codes<Whole>, true>();
   static constexpr Products halves = products<Codes<Halves>, true>(), lanes = products<Codes<Lanes>, true>();
   static constexpr Products whole3 = products<Codes3<Whole, Halves>>(), lanes3 = products<Codes3<Lanes, Lanes>>();
@@ -200,6 +204,7 @@ const Products& products_for(Form form, int length, int bits) {
     case kFloat16: return float16;
     case kFloat8: return float8;
     case kInt8: return int8;
+    case kSigned8: return signed8;
     case kIndex: return bits == 4 ? index4 : index2;
     case kCodes: break;
   }

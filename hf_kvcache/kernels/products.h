@@ -4,6 +4,7 @@
 
 constexpr int kMaxQueries = 4;  // a product takes this many at most; more are served in turns
 constexpr int kMaxDim = 512;
+constexpr uintptr_t kLine = 64;  // bytes of a line of the CPU's caches
 
 // The rows of one group: tokens (keys and values by the token), or channels (keys by the channel).
 struct Group {
@@ -13,6 +14,12 @@ struct Group {
   const float* table;           // [16]
   int length, bits;             // of a row: elements, and bits of one
   const int64_t* places;        // which row of `bytes` each row is, or null: in order
+
+  // Rows at places lie anywhere: no CPU foresees where, so they are asked for some rows ahead.
+  void fetch(int64_t index) const {
+    const uintptr_t from = (uintptr_t)(bytes + places[index] * stride);
+    for (uintptr_t line = from / kLine * kLine; line < from + stride; line += kLine) __builtin_prefetch((void*)line);
+  }
 
   Row row(int64_t index, const Table& of) const {
     const int64_t place = places ? places[index] : index;
@@ -38,6 +45,6 @@ struct Products {
 };
 
 // Numbers that structs.py knows too.
-enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex };
+enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex, kSigned8 };
 
 const Products& products_for(Form form, int length, int bits);

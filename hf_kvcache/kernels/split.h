@@ -44,11 +44,8 @@ class Split {
     const int64_t *ids = segment.of(segment.ids, b, h), length = stop - begin;
     if (!ids) return run({0, begin, 0, (int)length, nullptr});
     ids += begin / unit;
-    const bool joins = per_group == 1 && is_joined(segment.key, unit) &&
-                       (!segment.value.codes.data || is_joined(segment.value, unit));
-    // Units of less than a vector of tokens are taken a token at a time.
-    const bool is_plain = joins && !segment.key.scale.data && !segment.value.scale.data && segment.key.form != kIndex;
-    if (is_plain && unit < kLanes && (unit == 1 || segment.ids_head)) return run({0, 0, 0, (int)length, places(ids)});
+    if (is_by_row()) return run({0, 0, 0, (int)length, places(ids)});
+    const bool joins = per_group == 1 && units_are_joined();
     // The last unit may be filled in part: nothing is read behind its tokens.
     for (int64_t i = 0, next; i * unit < length; i = next) {
       next = i + 1;
@@ -56,6 +53,18 @@ class Split {
       const int64_t count = std::min(next * unit, length) - i * unit;
       run({ids[i] / per_group, ids[i] % per_group * unit, i * unit, (int)count, nullptr});
     }
+  }
+
+  bool units_are_joined() const {
+    return is_joined(segment.key, segment.unit) &&
+           (!segment.value.codes.data || is_joined(segment.value, segment.unit));
+  }
+
+  // Units of less than a vector of tokens are taken a token at a time, if these are as they are.
+  bool is_by_row() const {
+    const int64_t unit = segment.unit;
+    return segment.ids && segment.group_length == unit && unit < kLanes && (unit == 1 || segment.ids_head) &&
+           units_are_joined() && !segment.key.scale.data && !segment.value.scale.data && segment.key.form != kIndex;
   }
 
   // Where the tokens of the units lie, in units of a token.
@@ -68,9 +77,10 @@ class Split {
     return to;
   }
 
-  // Units that a head has chosen lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by side.
+  // Units that a head has chosen lie anywhere: no CPU foresees where. Loads that nothing waits for are under way side by
+  // side. (Products fetch rows at places as they go.)
   void fetch(const Store& store) const {
-    if (!segment.ids || !segment.ids_head) return;
+    if (!segment.ids || !segment.ids_head || is_by_row()) return;
     const int64_t *ids = segment.of(segment.ids, b, h), per_group = segment.group_length / segment.unit;
     const int64_t size = (store.is_columns ? store.dim : segment.unit) * store.stride;
     for (int64_t i = begin / segment.unit; i * segment.unit < stop; ++i) {
@@ -161,12 +171,13 @@ class Split {
   void hide_run(int64_t from, int64_t slot, int64_t count) {
     const int64_t seen = slot < 0 ? 0 : std::clamp<int64_t>(segment.stop - slot, 0, count);
     const bool has_sinks = seen && segment.hides_sinks && call.num_sinks;
+    const bool is_masked = call.mask && !segment.ignores_mask;
     for (int64_t m = 0; m < call.queries; ++m) {
       float* row = scores.at(m) + from;
-      if (call.mask && call.mask_is_additive) {
+      if (is_masked && call.mask_is_additive) {
         const float* mask = (const float*)call.mask + b * call.mask_stride + slot;
         for (int64_t i = 0; i < seen; ++i) row[i] += mask[i];
-      } else if (call.mask) {
+      } else if (is_masked) {
         const uint8_t* mask = (const uint8_t*)call.mask + b * call.mask_stride + slot;
         for (int64_t i = 0; i < seen; ++i) row[i] = mask[i] ? row[i] : kNone;
       }

@@ -10,7 +10,8 @@ from ..codecs.base import StoredForm
 from ..codecs.packing import fill_table
 
 # Numbers of `enum Form` in products.h.
-_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, "float8": 3, "int8": 4, "codes": 5, "index": 6}
+_FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 7}
+_FORMS |= {"float8": 3, "int8": 4, "codes": 5, "index": 6}
 
 
 # Bytes of a row of codes that the kernel multiplies as such, and what codes stand for where rows have others.
@@ -39,7 +40,8 @@ class Segment(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "scores")),
         ("scores_row", ctypes.c_int64),
         ("first_slot", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("slot", "stop", "hides_sinks")),
+        *((name, ctypes.c_int64) for name in ("slot", "stop", "hides_sinks", "ignores_mask")),
+        ("lengths", ctypes.c_void_p),
     ]
 
 
@@ -84,9 +86,34 @@ class Choice(ctypes.Structure):
     ]
 
 
+class Places(ctypes.Structure):
+    _fields_ = [("ids", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("ids_row", "block"))]
+
+
+class ClusterChoice(ctypes.Structure):
+    _fields_ = [
+        ("attention", ctypes.c_void_p),
+        ("estimate", Estimate),
+        *((name, ctypes.c_int64) for name in ("num_clusters", "scores_row")),
+        *((name, Places) for name in ("clusters", "members", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("begins", "sizes", "masses", "radii", "member")),
+        *((name, ctypes.c_int64) for name in ("cluster_head", "member_head")),
+        ("spread", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("count", "is_mean")),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("ids", "lengths", "scores")),
+    ]
+
+
+def places(ids: np.ndarray, block: int) -> Places:
+    """Where the blocks of a table lie: int64 `[B, N]`, which must stay alive; rows may lie apart."""
+    assert not ids.size or ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
+    return Places(ids=ids.ctypes.data, ids_row=ids.strides[0] // 8, block=block)
+
+
 def set_ids(segment: Segment | Estimate, ids: np.ndarray) -> None:
     """Say where the units of each row lie: int64 `[B, K]`, which must stay alive; rows may lie apart."""
-    assert ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
+    assert not ids.size or ids.strides[1] == ids.itemsize == 8, "ids of a row lie side by side"
     segment.ids, segment.ids_row = ids.ctypes.data, ids.strides[0] // 8
 
 
@@ -99,11 +126,16 @@ def dense_store(states: torch.Tensor) -> Store:
     return store
 
 
-def run_store(plane: torch.Tensor, dim: int, unit: int) -> Store:
-    """Rows of `dim` channels, one after the other in `plane` `[H, slots, *]`; a group is a run of `unit` of them."""
+def run_store(plane: torch.Tensor, dim: int, unit: int, scale: torch.Tensor | None = None) -> Store:
+    """Rows of `dim` channels, one after the other in `plane` `[H, slots, *]`; a group is a run of `unit` of them.
+
+    `scale` is float16 `[H, slots, 1]`, times which the rows are.
+    """
     size = dim * plane.element_size()
-    store = Store(form=_FORMS[plane.dtype], dim=dim, stride=size)
+    store = Store(form=_FORMS[plane.dtype], dim=dim, block=dim, stride=size)
     store.codes = Plane(plane.data_ptr(), 0, plane.stride(0) * plane.element_size(), unit * size)
+    if scale is not None:
+        store.scale = Plane(scale.data_ptr(), 0, scale.stride(0) * 2, unit * 2)
     return store
 
 

@@ -40,6 +40,11 @@ class ReadingLayer(AttendingLayer):
         self.sides: dict[str, BlockTable] = {}
         self.fitted: list[torch.Tensor] = []  # constants of each row, [B, ...]
         self.first: FirstSlots | None = None
+        self._call: tuple | None = None  # of the last step by the decode kernel: what it depends on, the call, and more
+
+    def __getstate__(self) -> dict:
+        # A call points into this layer's own tensors: copies make their own.
+        return self.__dict__ | {"_call": None}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

@@ -40,10 +40,6 @@ class SparseReadLayer(ReadingLayer):
         super().__init__(context, name=name, budget=budget)
         self.reader = reader
 
-    def _clear(self) -> None:
-        super()._clear()
-        self._call: tuple | None = None  # of the last step: what it depends on, the call, and its costs
-
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if planes := self.reader.planes(*self.table.arena.specs[0]):

@@ -50,6 +50,7 @@ COMPRESSED = _reading(
     "clusters of tokens: their members, or a summary of them",
     Option("cluster_size", "int", 8, "tokens a cluster, on average", at_least(2)),
     Option("spread", "float", 0.3, "how far a cluster's keys reach from their mean, of the farthest: to choose", share),
+    Option("summaries", "str", "int8", "how mean keys and values lie: 'int8' or 'exact'", one_of("int8", "exact")),
     Option("segment_length", "int", 256, "tokens that are clustered together, at least", at_least(16)),
     Option("keep", "str", "all", "'all' tokens, or the 'selected' ones (keep_ratio)", one_of("all", "selected")),
     Option(

@@ -78,9 +78,9 @@ def _check_reading(name: str, given: dict[str, Any], roles: dict[str, str], valu
     if not is_selected:
         unused, why = ("fit",), "keep='all' lets nothing go"
     elif value_of("fit") == "none":
-        unused, why = ("spread", "group"), "keep='selected' reads all that it keeps"
+        unused, why = ("spread", "group", "summaries"), "keep='selected' reads all that it keeps"
     else:
-        unused = ("cluster_size", "segment_length", "spread", "group")
+        unused = ("cluster_size", "segment_length", "spread", "group", "summaries")
         why = f"fit={value_of('fit')!r} makes no clusters and reads all that it keeps"
     if wrong := [key for key in unused if key in given]:
         raise ValueError(f"{' and '.join(wrong)} would do nothing: {why}. Leave {wrong[0]} out.")

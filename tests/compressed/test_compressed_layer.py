@@ -11,10 +11,12 @@ import hf_kvcache
 from hf_kvcache import make_cache
 from hf_kvcache.compressed.clusters import cluster_tokens
 from hf_kvcache.compressed.compressed_layer import CompressedLayer
+from hf_kvcache.kernels import native
 
 pytestmark = pytest.mark.core
 
 SMALL = {"num_sink_tokens": 3, "num_recent_tokens": 5, "block_size": 4, "cluster_size": 4, "segment_length": 16}
+EXACT = SMALL | {"summaries": "exact"}
 PROMPT = 91
 
 
@@ -100,17 +102,23 @@ def test_with_every_cluster_read_it_is_full_attention(
     torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("has_kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("spread", [0.0, 0.8])
 @pytest.mark.parametrize("amount", [{"keep_ratio": 0.3}, {"budget": 40}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("summaries", ["exact", "int8"])
 def test_a_step_is_one_softmax_over_tokens_and_summaries(
-    amount, spread, group, is_padded, tiny_model, make_ids, left_pad, run
+    summaries, amount, spread, group, is_padded, has_kernel, tiny_model, make_ids, left_pad, run, monkeypatch
 ):
     """Against the same rule written for one row and head at a time."""
+    if not has_kernel:
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C++ compiler")
     model = tiny_model("llama")
     ids, mask = left_pad(make_ids(2, PROMPT), [PROMPT, 50] if is_padded else [PROMPT] * 2)
-    cache = make_cache(model, "compressed", group=group, spread=spread, **(SMALL | amount))
+    cache = make_cache(model, "compressed", group=group, spread=spread, summaries=summaries, **(SMALL | amount))
     run(model, cache, ids, mask)
     layer = cache.layers[0]
     query, scale, heads, groups = heads_of(5, 2, 4, 1, 16), 0.3, 2, 2
@@ -124,7 +132,10 @@ def test_a_step_is_one_softmax_over_tokens_and_summaries(
         for head in range(heads):
             own = query[row, groups * head : groups * (head + 1), 0]
             keys, values = (state[row, head] for state in layer.table.materialize())
-            centres, means, spans, radii = (plane[row, head] for plane in layer.sides["clusters"].materialize())
+            planes = layer.sides["clusters"].materialize()
+            centres, means = (state[row, head] for state in layer.store.states(planes, layer.mean_key))
+            begins, sizes, _, radii = (plane[row, head] for plane in planes[-4:])
+            spans = torch.cat([begins, sizes], dim=1)
             members = layer.sides["members"].materialize()[0][row, head, :, 0].long()
             clusters = [members[begin : begin + size].tolist() for begin, size in spans.tolist()]
             sizes = torch.tensor([float(len(cluster)) for cluster in clusters])
@@ -156,7 +167,7 @@ def test_a_step_is_one_softmax_over_tokens_and_summaries(
 def test_clusters_of_equal_tokens_are_exact(tiny_model):
     """One of five tokens, over and over: a summary weighs what its members do."""
     model = tiny_model("llama")
-    cache = make_cache(model, "compressed", **(SMALL | {"budget": 9, "num_sink_tokens": 0, "num_recent_tokens": 5}))
+    cache = make_cache(model, "compressed", **(EXACT | {"budget": 9, "num_sink_tokens": 0, "num_recent_tokens": 5}))
     which = torch.randint(5, (80,), generator=torch.Generator().manual_seed(0))
     states = [heads_of(seed, 1, 2, 5, 16)[:, :, which] for seed in (0, 1)]
     layer = cache.layers[0]

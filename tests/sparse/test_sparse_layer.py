@@ -253,6 +253,18 @@ def test_copies_choose_for_themselves(name, duplicate, oracle, make_ids, run):
     both.check(run, cache, dynamic(both.oracle), make_ids(1, PROMPT, seed=3), steps=1)
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_a_copy_after_a_step_by_the_kernel_goes_on_alike(name, tiny_model, make_ids, run):
+    """The call that a layer keeps for its next step points into its own tensors."""
+    model, ids = tiny_model("llama"), make_ids(2, PROMPT + 8)
+    cache = make_cache(model, name, **SMALL)
+    run(model, cache, ids[:, : PROMPT + 4], chunks=[PROMPT, 1, 1, 1, 1])
+    copies = [cache, copy.deepcopy(cache), cache.fork(), copy.copy(cache.fork())]
+    outputs = [run(model, c, ids[:, PROMPT + 4 :], chunks=[1] * 4) for c in copies]
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
 @pytest.mark.parametrize("name", ["quest", "index", "page_mean", "double_sparsity"])
 def test_a_block_is_summarised_once(name, tiny_model, make_ids, run):
     model, ids = tiny_model("llama"), make_ids(2, 200)
