@@ -26,7 +26,7 @@ from .native.native_layers import ENCODABLE, NATIVE, build_native, check_native_
 from .policies import build_policy
 from .policies.attention_matching import AttentionMatching
 from .quantization.encoding import Encoding
-from .readers import ReadBudget, build_reader
+from .readers import ReadBudget, build_reader, build_reader_of_encoded
 from .registry import Recipe, resolve
 from .rotary import Rotary, find_rotary
 from .sparse.reading_layer import ReadingLayer
@@ -211,15 +211,13 @@ class _Builder:
             return CompressedLayer(context, budget=budget, **sizes, **more)
         if self.encoding is None:
             return SparseReadLayer(context, name=name, reader=build_reader(name, options), budget=budget)
-        key_codec, value_codec = self.encoding.codecs_of_any_head(attention, context)
+        codecs = self.encoding.codecs(attention, context)
         return SparseCodedLayer(
             context,
             name=name,
-            # The encoded keys are their own index.
-            reader=build_reader("topk" if name == "index" else name, options),
+            reader=build_reader_of_encoded(name, options, codecs["key_codec"], attention.head_dim),
             budget=budget,
-            key_codec=key_codec,
-            value_codec=value_codec,
+            **codecs,
             residual_length=options["residual_length"],
             num_sink_tokens=options["num_sink_tokens"],
         )

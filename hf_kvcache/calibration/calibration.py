@@ -9,7 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..codecs.statistics import LayerStatistics
-from ..codecs.transform import TransformKeyCodec, allocate
+from ..codecs.transform import TransformKeyCodec
+from ..codecs.water_filling import allocate
 
 # Goes up when the meaning of a file changes.
 _FORMAT = "hf_kvcache.calibration.1"

@@ -49,7 +49,7 @@ def choose_bits(
         name: "int8", "int4", "int2" (which all choose from 2, 4 and 8 bits) or "turboquant" (2, 3, 4).
         bits_per_value: to spend on average, scales and all overhead included.
         per_head: whether each KV head gets widths of its own; then `key_bits` and `value_bits` are lists. Closer at the
-            same bytes, but such layers are decoded a slice at a time in each step.
+            same bytes, but each run of neighbouring heads of the same widths is a call of the kernel in each step.
         text: what to tokenize; by default a text of many kinds that comes with the library.
         options: the technique's other options, such as `q_group_size`.
 

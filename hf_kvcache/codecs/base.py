@@ -1,11 +1,13 @@
 """What a codec is: keys and values of a group of tokens to small tensors and back, and how those tensors lie."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ..blocks.arena import Plane
+from .chosen import decode_stored
 
 
 class Shape(NamedTuple):
@@ -58,6 +60,10 @@ class Codec(ABC):
         """What encodes `head` apart from the others."""
         return self
 
+    def runs(self, shape: Shape) -> "list[tuple[slice, Codec, Shape]]":
+        """Runs of neighbouring heads that are encoded alike: which, by what, and their shape. Their planes follow."""
+        return [(slice(0, shape.num_heads), self, shape)]
+
     @abstractmethod
     def planes(self, shape: Shape) -> tuple[Plane, ...]:
         """What a group of tokens stores, for each tensor that `encode` returns."""
@@ -69,6 +75,33 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         """The `[B, H, n * group_length, D]` values that `encoded` stands for."""
+
+    def decode_units(
+        self, planes: Sequence[torch.Tensor], groups: torch.Tensor, offsets: torch.Tensor, unit: int, shape: Shape
+    ) -> torch.Tensor:
+        """The `[B, H, K * unit, D]` values of units of tokens, other ones for each row and head, and nothing else.
+
+        Args:
+            planes: of an arena in which a block is a group, `[H, blocks, *]`.
+            groups: int64 `[B, H, K]`: the block that each unit lies in.
+            offsets: int64 `[B, H, K]`: its first token there; `unit` divides it, and the group's length.
+            unit: tokens a unit.
+            shape: of all heads.
+        """
+        form = self.stored_form(shape)
+        assert form is not None, f"{type(self).__name__} has no form to decode units by"
+        return decode_stored(form, planes, groups, offsets, unit).to(shape.dtype)
+
+    def group_bytes(self, shape: Shape) -> int:
+        """Bytes of a group, in all heads."""
+        return sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in self.planes(shape))
+
+    def unit_bytes(self, unit: int, shape: Shape) -> float:
+        """Bytes that a unit of so many tokens of a group is read from, in all heads."""
+        form = self.stored_form(shape)
+        # A byte of codes by the channel holds tokens of several units, and all of a group share scales.
+        shared = 8 / form.bits if form is not None and form.by_channel else 1
+        return self.group_bytes(shape) * min(1, unit * shared / self.group_length)
 
     def stored_form(self, shape: Shape) -> StoredForm | None:
         """The layout that a decode step reads in place, or None: then groups are decoded, a slice at a time."""

@@ -15,7 +15,8 @@ import torch
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape, StoredForm
-from .packing import pack, unpack
+from .chosen import take_rows
+from .packing import look_up, pack, unpack
 
 GROUP_LENGTH = 32
 
@@ -119,6 +120,13 @@ class BlockwiseCodec(Codec):
         blocks = _dynamic_map().to(codes.device)[codes.int()].unflatten(-1, (-1, _block(shape.dim)))
         states = (blocks * absmax.float().unsqueeze(-1)).flatten(-2)  # [B, H, n, G * D]
         return states.unflatten(-1, (self.group_length, -1)).flatten(2, 3).to(shape.dtype)
+
+    def decode_units(self, planes, groups, offsets, unit, shape):
+        heads = torch.arange(shape.num_heads, device=groups.device)[:, None]
+        rows = ((heads * planes[0].shape[1] + groups) * self.group_length + offsets) // unit
+        codes, absmax = (take_rows(plane, rows, plane.shape[2] * unit // self.group_length) for plane in planes)
+        blocks = look_up(_dynamic_map(), codes).unflatten(-1, (absmax.shape[-1], -1)) * absmax.float().unsqueeze(-1)
+        return blocks.flatten(-2).unflatten(-1, (unit, -1)).flatten(2, 3).to(shape.dtype)
 
 
 @functools.cache

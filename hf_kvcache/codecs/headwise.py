@@ -1,10 +1,9 @@
 """Different codecs for different heads of one layer: heads that predictions depend on get more bits.
 
-Stores what its parts store. Decoded a slice at a time in each step, also where its parts could be multiplied as they
-are: choose a width for each layer where time matters. Tokens that a policy keeps are read in each part's own form.
+Stores what its parts store. The decode kernel is called for each run of neighbouring heads that are encoded alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,38 +12,47 @@ from .base import Codec, Shape
 
 
 class HeadwiseCodec(Codec):
-    """One part for each codec that occurs, with the heads that it encodes; its planes follow each other.
+    """Runs of neighbouring heads with a codec each; their planes follow each other.
 
     Args:
-        codecs: one for each KV head, in groups of as many tokens. Heads given the same object share a part.
+        codecs: one for each KV head, in groups of as many tokens.
+        starts: the heads that runs begin with, ascending from 0; within a run codecs are the same.
     """
 
-    def __init__(self, codecs: Sequence[Codec]):
+    def __init__(self, codecs: Sequence[Codec], starts: Sequence[int]):
         self.group_length = codecs[0].group_length
         assert all(codec.group_length == self.group_length for codec in codecs), "heads are encoded together"
         self.num_heads = len(codecs)
         self.codecs = tuple(codecs)
-        self.parts = [
-            (codec, [head for head, other in enumerate(codecs) if other is codec]) for codec in dict.fromkeys(codecs)
-        ]
+        self.parts = [(codecs[i], slice(i, j)) for i, j in zip(starts, [*starts[1:], len(codecs)], strict=True)]
 
     def of_head(self, head: int) -> Codec:
         return self.codecs[head]
 
-    def _planes_of_parts(self, shape: Shape) -> list[tuple[Plane, ...]]:
-        return [codec.planes(shape._replace(num_heads=len(heads))) for codec, heads in self.parts]
+    def runs(self, shape: Shape) -> list[tuple[slice, Codec, Shape]]:
+        return [(heads, codec, shape._replace(num_heads=heads.stop - heads.start)) for codec, heads in self.parts]
+
+    def _runs_with(self, planes: Sequence, shape: Shape) -> Iterator[tuple[slice, Codec, Shape, Sequence]]:
+        """The runs, each with those of `planes` that are its own."""
+        begin = 0
+        for heads, codec, own_shape in self.runs(shape):
+            stop = begin + len(codec.planes(own_shape))
+            yield heads, codec, own_shape, planes[begin:stop]
+            begin = stop
 
     def planes(self, shape: Shape) -> tuple[Plane, ...]:
-        return tuple(plane for planes in self._planes_of_parts(shape) for plane in planes)
+        return tuple(plane for _, codec, own_shape in self.runs(shape) for plane in codec.planes(own_shape))
 
     def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
         return [plane for codec, heads in self.parts for plane in codec.encode(states[:, heads])]
 
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
-        decoded, begin = [], 0
-        for (codec, heads), planes in zip(self.parts, self._planes_of_parts(shape), strict=True):
-            part = encoded[begin : begin + len(planes)]
-            decoded.append(codec.decode(part, shape._replace(num_heads=len(heads))))
-            begin += len(planes)
-        order = torch.tensor([head for _, heads in self.parts for head in heads], device=decoded[0].device)
-        return torch.cat(decoded, dim=1)[:, order.argsort()]
+        runs = self._runs_with(encoded, shape)
+        return torch.cat([codec.decode(own, own_shape) for _, codec, own_shape, own in runs], dim=1)
+
+    def decode_units(self, planes, groups, offsets, unit, shape):
+        decoded = [
+            codec.decode_units(own, groups[:, heads], offsets[:, heads], unit, own_shape)
+            for heads, codec, own_shape, own in self._runs_with(planes, shape)
+        ]
+        return torch.cat(decoded, dim=1)

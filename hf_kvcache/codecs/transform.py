@@ -5,7 +5,8 @@ before the rotary embedding, where they vary in few directions. Each head has a 
 uncorrelated, measured once a model on a short text (`hf_kvcache.calibration`); a layer's bits go to coefficients by
 reverse water-filling. Within a head, coefficients of equal bits are mixed by a random rotation, so that all look
 normally distributed and one codebook serves them. The best fidelity a byte below 4 bits. Not for models without a
-rotary embedding. Decoded a slice at a time in each step, which takes longer than the integers.
+rotary embedding. Decoded a slice at a time in each step, which takes longer than the integers; sparse reads decode the
+tokens that they choose alone.
 Papers: NVIDIA 2025, KVTC, https://arxiv.org/abs/2511.01815 (principal components and bits a component); Cover and
 Thomas, Elements of information theory (reverse water-filling); Malinovskii et al. 2024, HIGGS,
 https://arxiv.org/abs/2411.17525 (rotation and codebook).
@@ -13,19 +14,17 @@ Differs from KVTC: a basis for each head weighted by its queries, rotation and c
 that a group of tokens has a fixed size and is read in place.
 """
 
-import functools
-
 import torch
 from torch import nn
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape
+from .chosen import PackedUnits, take_rows
 from .packing import look_up, pack, unpack
 from .rotated import codebook
 from .statistics import LayerStatistics
 
 GROUP_LENGTH = 128
-MAX_BITS = 8
 # What a codec holds of each head, and of the order in which coefficients are stored.
 _OF_HEADS, _LAYOUT = ("mean", "analysis", "synthesis", "weight"), ("order", "head_of", "place", "num_coded")
 # Groups encoded at a time: a long prompt needs no more memory than this.
@@ -35,30 +34,6 @@ _STEPS_PER_OCTAVE, _MIDDLE = 8, 128
 # Steps from a token's root mean square that are tried as its scale, and then those next to the best. Larger ones serve
 # tokens with one huge coefficient, which would be clipped.
 _COARSE_STEPS, _FINE_STEPS = (-3, 0, 3, 6, 10), (-1, 1)
-
-
-@functools.cache
-def distortion(nbits: int) -> float:
-    """Mean squared error of the codebook of `nbits` for a standard normal variable; 1 at 0 bits."""
-    if not nbits:
-        return 1.0
-    levels = codebook(nbits).double()
-    bound = torch.tensor([40.0], dtype=torch.float64)
-    edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
-    masses = torch.special.ndtr(edges).diff()
-    return 1.0 - (masses * levels.square()).sum().item()
-
-
-def allocate(variances: torch.Tensor, total_bits: int) -> torch.Tensor:
-    """Bits of each coefficient, in the shape of `variances`, that sum to `total_bits` (reverse water-filling).
-
-    Each bit goes where it lowers the squared error most. The gains of a coefficient fall from bit to bit, so the
-    largest gains of all are the best choice.
-    """
-    steps = torch.tensor([distortion(b) - distortion(b + 1) for b in range(MAX_BITS)], dtype=torch.float64)
-    gains = variances.double().flatten()[:, None] * steps
-    chosen = gains.flatten().argsort(descending=True, stable=True)[:total_bits] // MAX_BITS
-    return torch.bincount(chosen, minlength=variances.numel()).view(variances.shape)
 
 
 def mixing(bits: torch.Tensor) -> torch.Tensor:
@@ -192,15 +167,46 @@ class TransformKeyCodec(Codec):
     def decode(self, encoded: list[torch.Tensor], shape: Shape) -> torch.Tensor:
         packed, scales = encoded
         self._move_to(packed.device)
-        levels = self._unpack(packed.squeeze(1))  # [B, n, C, G]
-        batch, groups = levels.shape[:2]
+        return self._synthesised(self._unpack(packed.squeeze(1)), scales, shape)
+
+    def _synthesised(self, levels: torch.Tensor, scales: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Keys `[B, H, n * G, D]` of levels `[B, n, C, G]` and coded scales `[B, H, n, G]`, for any `G`."""
+        batch, groups, _, length = levels.shape
         # Coefficients without bits are zero: the row after the last.
         rows = nn.functional.pad(levels, (0, 0, 0, 1)).index_select(2, self.place)
         flat = rows.unflatten(2, (shape.num_heads, -1)).permute(2, 0, 1, 4, 3).reshape(shape.num_heads, -1, shape.dim)
-        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, self.group_length, shape.dim)
+        states = torch.bmm(flat, self.synthesis).view(shape.num_heads, batch, groups, length, shape.dim)
         scale = torch.exp2((scales.float() - _MIDDLE) / _STEPS_PER_OCTAVE).unsqueeze(-1)  # [B, H, n, G, 1]
         states = states.transpose(0, 1) * scale
         return (states.flatten(2, 3) + self.mean).to(shape.dtype)
+
+    def decode_units(self, planes, groups, offsets, unit, shape):
+        packed, scales = planes
+        self._move_to(packed.device)
+        begin, first, size = groups * packed.shape[2], 0, self.group_length
+        where = {width: PackedUnits.of(begin, offsets, unit, width, size) for width in (1, 2, 4, 8)}
+        levels = [torch.empty(len(groups), 0, groups.shape[2] * unit, device=packed.device)]
+        for (nbits, count), heads in zip(self.segments, self.head_of.split([n for _, n in self.segments]), strict=True):
+            codes = None
+            for width, shift in _widths(nbits):
+                rows = first + torch.arange(count, device=packed.device) * (size * width // 8)
+                part = where[width].take(packed, rows, lambda words, heads=heads: words.index_select(1, heads))
+                codes = part if codes is None else codes | part << shift
+                first += count * (size * width // 8)
+            levels.append(look_up(codebook(nbits), codes))
+        heads = torch.arange(shape.num_heads, device=groups.device)[:, None]
+        rows = ((heads * scales.shape[1] + groups) * self.group_length + offsets) // unit
+        found = take_rows(scales, rows, unit).flatten(2).unsqueeze(2)  # [B, H, 1, K * unit]
+        return self._synthesised(torch.cat(levels, dim=1).unsqueeze(1), found, shape)
+
+    def unit_bytes(self, unit, shape):
+        # Of each piece of a coefficient's codes, a byte that it shares with tokens of other runs.
+        codes = sum(
+            count * min(unit, self.group_length * width // 8)
+            for nbits, count in self.segments
+            for width, _ in _widths(nbits)
+        )
+        return codes + unit * shape.num_heads
 
     def _move_to(self, device: torch.device) -> None:
         if self.mean.device != device:

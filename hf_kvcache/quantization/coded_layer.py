@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ..attention import Piece, attend_merged, can_merge
-from ..codecs.base import StoredForm
 from ..kernels import decode, native, triton_kernel
 from ..masks import join_masks, restrict_mask
 from .coded_store import CodedStore
+from .head_runs import HeadRun
 
 # Tokens decoded at a time where the kernel cannot read the stored form.
 SLICE_LENGTH = 2048
@@ -62,13 +62,13 @@ class CodedLayer(CodedStore):
         scaling = kwargs.get("scaling")
         if not can_merge(base, kwargs):
             return self._attend_dense(base, module, query, tail, mask, args, kwargs)
-        forms = [codec.stored_form(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
-        if None not in forms and decode.can_serve(query, mask, [form.dim for form in forms]):
+        if self._have_forms and decode.can_serve(query, mask, [shape.dim for shape in self.shapes]):
             if native.library() is not None:
-                return self._attend_stored(forms, module, query, tail, mask, scaling), None
+                return self._attend_stored(module, query, tail, mask, scaling), None
             native.warn_of_no_library()
-        if None not in forms and (kernel := triton_kernel(query.device)) and kernel.can_serve(query, mask):
-            return self._attend_in_triton(kernel, forms, module, query, tail, mask, scaling), None
+        is_alike = self._have_forms and len(self.runs) == 1
+        if is_alike and (kernel := triton_kernel(query.device)) and kernel.can_serve(query, mask):
+            return self._attend_in_triton(kernel, module, query, tail, mask, scaling), None
         return attend_merged(query, self._pieces(module, query, tail, mask), scaling), None
 
     def _attend_dense(self, base, module, query, tail, mask, args: tuple, kwargs: dict):
@@ -109,24 +109,41 @@ class CodedLayer(CodedStore):
         allowed = (slots < first) | (slots >= first + self.num_sink_tokens)
         return allowed[:, None, None, :].expand(-1, 1, query.shape[2], -1)
 
-    def _attend_stored(self, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
-        """One softmax over encoded groups, tail and sinks, each read where and as it is stored."""
-        coded, coded_length, sinks = self.coded, self.coded_length, None
-        segments = [
-            decode.coded_segment(forms, coded.arena.planes, coded.block_ids, self.group_length, slot=self._coded_slot),
-            decode.dense_segment(tail, slot=coded_length),
-        ]
-        if self.num_sink_tokens:
-            sinks = (self.sinks.first_slot, self.num_sink_tokens)
-            segments.append(decode.dense_segment(self.sinks.states, first_slot=sinks[0], stop=coded_length))
-        mask = self._own_mask(module, query, mask, 0, self.seen)
-        return decode.attend(query, segments, scaling=scaling, mask=mask, sinks=sinks)
+    @property
+    def _have_forms(self) -> bool:
+        """Whether a kernel can read all heads as they are stored."""
+        return all(form is not None for run in self.runs for form in run.forms)
 
-    def _attend_in_triton(self, kernel, forms: list[StoredForm], module, query, tail, mask, scaling) -> torch.Tensor:
+    def _attend_stored(self, module, query, tail, mask, scaling) -> torch.Tensor:
+        """One softmax over encoded groups, tail and sinks, each read as it is stored; a call for each run of heads."""
+        mask = self._own_mask(module, query, mask, 0, self.seen)
+        sinks = (self.sinks.first_slot, self.num_sink_tokens) if self.num_sink_tokens else None
+        outputs = []
+        for run in self.runs:
+            coded, size = self.coded, self.group_length
+            planes = run.planes_of(coded.arena.planes)
+            segments = [
+                decode.coded_segment(run.forms, planes, coded.block_ids, size, slot=self._coded_slot),
+                *self._exact_segments(run, tail),
+            ]
+            own = run.queries(query, self.shapes[0].num_heads)
+            outputs.append(decode.attend(own, segments, scaling=scaling, mask=mask, sinks=sinks))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _exact_segments(self, run: HeadRun, tail: list[torch.Tensor]) -> list[decode.Segment]:
+        """The tail of these heads, and their sinks, those that are in the tail at first left out."""
+        coded_length = self.coded_length
+        segments = [decode.dense_segment(run.states(tail), slot=coded_length)]
+        if self.num_sink_tokens:
+            sinks, first = run.states(self.sinks.states), self.sinks.first_slot
+            segments.append(decode.dense_segment(sinks, first_slot=first, stop=coded_length))
+        return segments
+
+    def _attend_in_triton(self, kernel, module, query, tail, mask, scaling) -> torch.Tensor:
         """The encoded groups by the kernel, sinks and tail as they are, merged."""
         attended = kernel.attend_coded(
             query,
-            forms,
+            self.runs[0].forms,
             self.coded.arena.planes,
             self.coded.block_ids,
             self.group_length,

@@ -10,6 +10,7 @@ from ..layers.layer import LayerContext
 from ..layers.layer_state import LayerState
 from ..layers.sinks import Sinks
 from ..rotary import Rotary
+from .head_runs import HeadRun, head_runs
 
 
 class CodedStore(AttendingLayer):
@@ -56,6 +57,7 @@ class CodedStore(AttendingLayer):
         self.coded: BlockTable | None = None
         self.sinks: Sinks | None = None
         self.shapes: tuple[Shape, ...] = ()
+        self.runs: list[HeadRun] = []
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -63,6 +65,7 @@ class CodedStore(AttendingLayer):
         self.shapes = tuple(Shape(s.shape[1], s.shape[-1], s.dtype) for s in states)
         planes = [codec.planes(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
         self._num_key_planes = len(planes[0])
+        self.runs = head_runs(self.codecs, self.shapes)
         # One slot of this arena is one group of tokens.
         arena = Arena(self.context.pool(self.device), (*planes[0], *planes[1]), block_size=1)
         self.coded = BlockTable(arena, key_states.shape[0])

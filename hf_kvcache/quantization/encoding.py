@@ -14,7 +14,7 @@ from ..codecs.transform import TransformKeyCodec
 from ..layers.attending_layer import check_takes_over
 from ..layers.layer import LayerContext
 from ..registry import Recipe
-from ..rotary import Rotary, find_rotary
+from ..rotary import find_rotary
 from .coded_layer import CodedLayer
 from .coded_stream import CodedStream
 from .coded_window import CodedWindowLayer
@@ -42,7 +42,6 @@ class Encoding:
     def __init__(self, model: nn.Module, recipe: Recipe, layers: list[int]):
         self.model = model
         self.name = recipe.fills("encoding").name
-        self._other = next((t.name for t in recipe.techniques if t.role != "encoding"), self.name)
         self.options = recipe.options
         self.layers = layers
         self.bits = recipe.options.get("bits")
@@ -59,20 +58,6 @@ class Encoding:
             return {"calibration": self._calibration}
         return {"bits": self.bits, "bits_per_value": None} if self.options.get("bits") == "auto" else {}
 
-    def codecs_of_any_head(self, attention: Any, context: LayerContext) -> tuple[Codec, Codec]:
-        """Codecs of keys and values that encode all heads alike, and decode tokens of any head.
-
-        Raises:
-            ValueError: if the heads of a layer are encoded in ways of their own.
-        """
-        codecs = () if self.name == "transform" else self._codecs(context.layer_idx, attention.head_dim)
-        if not codecs or any(codec.num_heads for codec in codecs):
-            raise ValueError(
-                f"{self.name!r} encodes each head in a way of its own here, and {self._other!r} reads other tokens of "
-                "each: use 'turboquant' or an integer with the same bits for all heads of a layer."
-            )
-        return tuple(codecs)
-
     def codecs_of_heads(self, attention: Any, context: LayerContext, *, is_packed: bool) -> HeadCodecs:
         """Codecs that encode each head apart, for tokens of which each head keeps its own.
 
@@ -83,16 +68,23 @@ class Encoding:
             ValueError: if the options or the calibration do not fit the model.
             NotImplementedError: if this model's keys cannot be turned.
         """
-        key_codec, value_codec, rotary = self._codecs_and_rotary(attention, context)
-        return HeadCodecs(key_codec, value_codec, rotary=rotary, is_packed=is_packed)
+        return HeadCodecs(**self.codecs(attention, context), is_packed=is_packed)
 
-    def _codecs_and_rotary(self, attention: Any, context: LayerContext) -> tuple[Codec, Codec, Rotary | None]:
-        """Codecs of keys and values, and what turns keys that are encoded without their rotary embedding."""
-        if self.name != "transform":
-            return *self._codecs(context.layer_idx, attention.head_dim), None
-        rotary = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
-        key_codec = self._key_codecs(attention.head_dim)[context.layer_idx]
-        return key_codec, RotatedValueCodec(self.options["value_bits"]), rotary
+    def codecs(self, attention: Any, context: LayerContext) -> dict[str, Any]:
+        """Codecs of keys and values, and what turns keys that are encoded without their rotary embedding.
+
+        Raises:
+            ValueError: if the options or the calibration do not fit the model.
+            NotImplementedError: if this model's keys cannot be turned.
+        """
+        if self.name == "transform":
+            rotary = find_rotary(self.model, attention, context.layer_type, refusal=_CANNOT_TURN)
+            key_codec = self._key_codecs(attention.head_dim)[context.layer_idx]
+            value_codec = RotatedValueCodec(self.options["value_bits"])
+        else:
+            rotary = None
+            key_codec, value_codec = self._codecs(context.layer_idx, attention.head_dim)
+        return {"key_codec": key_codec, "value_codec": value_codec, "rotary": rotary}
 
     def build(self, attention: Any, context: LayerContext, *, is_windowed: bool) -> CodedLayer:
         """The coded layer of one attention module.
@@ -105,8 +97,7 @@ class Encoding:
             return DecodedLayer(context, **self.decoded(context))
         check_takes_over(self.name, attention, context)
         arguments = {name: self.options[name] for name in ("residual_length", "num_sink_tokens")}
-        codecs = self._codecs_and_rotary(attention, context)
-        arguments |= zip(("key_codec", "value_codec", "rotary"), codecs, strict=True)
+        arguments |= self.codecs(attention, context)
         if is_windowed:
             return CodedWindowLayer(context, sliding_window=self.options["sliding_window"], **arguments)
         return CodedLayer(context, **arguments)
@@ -150,25 +141,35 @@ class Encoding:
             from ..calibration import default_bits  # which builds a cache itself
 
             self.bits = default_bits(self.model, self.name, self.options)
-        return [self._codec(kind, width, layer, head_dim) for kind, width in enumerate(self._widths(layer))]
+        widths = self._widths(layer)
+        if all(isinstance(width, int) for width in widths):
+            return self._codecs_of(widths, head_dim)
+        pairs = self._pairs(layer, widths)
+        known = {pair: self._codecs_of(pair, head_dim) for pair in dict.fromkeys(pairs)}
+        if len(known) == 1:
+            return known[pairs[0]]
+        starts = [head for head, pair in enumerate(pairs) if not head or pair != pairs[head - 1]]
+        return [HeadwiseCodec([known[pair][kind] for pair in pairs], starts) for kind in (0, 1)]
+
+    def _codecs_of(self, widths: Sequence[int], head_dim: int) -> Sequence[Codec]:
+        """Codecs of keys and values of these widths."""
+        bits = dict(zip(("key_bits", "value_bits"), widths, strict=True))
+        return build_codecs(self.name, self.options | bits, head_dim)
+
+    def _pairs(self, layer: int, widths: Sequence[int | Sequence[int]]) -> list[tuple[int, int]]:
+        """Bits of the keys and of the values of each head."""
+        for width in widths:
+            if not isinstance(width, int) and len(width) != self._num_heads:
+                raise ValueError(
+                    f"bits of layer {layer} has {len(width)} widths for {self._num_heads} KV heads: give one for each."
+                )
+        of_heads = ([width] * self._num_heads if isinstance(width, int) else width for width in widths)
+        return list(zip(*of_heads, strict=True))
 
     def _widths(self, layer: int) -> Sequence[int | Sequence[int]]:
         """Bits of the keys and of the values of a layer."""
         entry = self.bits[self.layers.index(layer)]
         return (entry, entry) if isinstance(entry, int) else entry
-
-    def _codec(self, kind: int, width: int | Sequence[int], layer: int, head_dim: int) -> Codec:
-        """The codec of the keys (`kind` 0) or values (1) of a layer, whose heads may have widths of their own."""
-        heads = [width] if isinstance(width, int) else width
-        if not isinstance(width, int) and len(width) != self._num_heads:
-            raise ValueError(
-                f"bits of layer {layer} has {len(width)} widths for {self._num_heads} KV heads: give one for each."
-            )
-        known = {}
-        for nbits in set(heads):
-            options = self.options | {"key_bits": nbits, "value_bits": nbits}
-            known[nbits] = build_codecs(self.name, options, head_dim)[kind]
-        return known[heads[0]] if len(known) == 1 else HeadwiseCodec([known[nbits] for nbits in heads])
 
     @property
     def _num_heads(self) -> int:

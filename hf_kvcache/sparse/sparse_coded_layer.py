@@ -1,10 +1,11 @@
 """Query-aware sparse reads over encoded tokens (techniques 7 and 8): a step decodes only what its query needs.
 
 Tokens are stored as `coded_layer` stores them. A step reads the sinks, the exact tail and the encoded units of the
-largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens,
-by scores with the encoded keys themselves, which needs no further bytes. Only values are left unread then.
-The cache is complete: this saves reads on top of what the codec saves. Prompts, and all forwards of several tokens,
-read everything.
+largest estimated mass: pages of `block_size` tokens of a codec's group, by summaries of their keys; or single tokens.
+Those are chosen by scores with the encoded keys themselves, which needs no further bytes and leaves only values unread;
+or, where keys would have to be decoded to be scored, by the 2-bit copy of `index`. Of a group, the chosen units alone
+are decoded, also where its tokens were encoded together. The cache is complete: this saves reads on top of what the
+codec saves. Prompts, and all forwards of several tokens, read everything.
 """
 
 import math
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 
 from ..attention import can_merge, few_products
-from ..codecs.base import StoredForm
 from ..kernels import decode, native, structs
 from ..kernels.choose import ChosenCall, Units, UnitSinks, coded_units
 from ..masks import as_float32, as_mask_for, restrict_mask, visible
 from ..quantization.coded_layer import SLICE_LENGTH
+from ..quantization.head_runs import HeadRun
 from .sparse_coded_store import SparseCodedStore
 
 
@@ -35,70 +36,95 @@ class SparseCodedLayer(SparseCodedStore):
             self.budget.num_units(self.coded_length, self.reader.unit, tail_length),
             self.coded_length // self.reader.unit,
         )
-        forms = [codec.stored_form(shape) for codec, shape in zip(self.codecs, self.shapes, strict=True)]
-        if can_merge(base, kwargs) and self._has_kernel(query, mask, forms):
-            return self._attend_chosen(forms, query, tail, mask, scale, count), None
-        units, is_read = self._choose(query, tail, mask, scale, count)
-        self._count_read(tail, units.shape[2])
+        has_kernel = self._has_kernel(query, mask)
+        if has_kernel and self._have_forms and can_merge(base, kwargs):
+            return self._attend_chosen(query, tail, mask, scale, count), None
+        choose = self._choose_in_kernel if has_kernel and len(self.runs) == 1 else self._choose
+        units, is_read = choose(query, tail, mask, scale, count)
+        self._count_read(tail, [units.shape[2]] * len(self.runs))
         states, own = self._gathered(module, query, tail, mask, units, is_read)
         return self._attend_gathered(base, module, query, states, own, args, kwargs)
 
-    def _has_kernel(self, query, mask, forms: list[StoredForm | None]) -> bool:
-        if None in forms or not decode.can_serve(query, mask, [form.dim for form in forms]):
+    def _has_kernel(self, query, mask) -> bool:
+        """Whether the kernel scores all units: by their summaries, or by keys in their stored form."""
+        is_scored = self.summaries is not None or all(run.forms[0] is not None for run in self.runs)
+        if not is_scored or not decode.can_serve(query, mask, [shape.dim for shape in self.shapes]):
             return False
         if native.library() is None:
             native.warn_of_no_library()
         return native.library() is not None
 
-    def _attend_chosen(self, forms, query, tail, mask, scale: float, count: int) -> torch.Tensor:
-        """All by the decode kernel, in its stored form."""
-        coded, unit, budget = self.coded, self.reader.unit, self.budget
+    def _attend_chosen(self, query, tail, mask, scale: float, count: int) -> torch.Tensor:
+        """All by the decode kernel, in its stored form; a call a run of heads."""
+        mask = None if mask is None else as_float32(mask)
+        outputs, taken = [], []
+        for run in self.runs:
+            planes = run.planes_of(self.coded.arena.planes)
+            chosen = coded_units(run.forms, planes, self.group_length, self.reader.unit)
+            output, slots = self._run_kernel(run, chosen, query, tail, mask, scale, count)
+            outputs.append(output)
+            taken.append(slots.shape[2])
+        self._count_read(tail, taken)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _choose_in_kernel(self, query, tail, mask, scale: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_choose`. The kernel attends to what it chooses: here each unit is one of zeros, for an unused output."""
+        unit, run = self.reader.unit, self.runs[0]
+        zeros = [torch.zeros(1, 1, 1, shape.dim).expand(1, shape.num_heads, unit, -1) for shape in self.shapes]
+        chosen = decode.dense_segment(zeros)
+        chosen.struct.unit = chosen.struct.group_length = unit
+        mask = None if mask is None else as_float32(mask)
+        slots = self._run_kernel(run, chosen, query, tail, mask, scale, count)[1]
+        return slots.clamp(min=0) // unit, slots >= 0
+
+    def _run_kernel(self, run: HeadRun, chosen, query, tail, mask, scale: float, count: int):
+        """Attention of these heads to sinks, tail and units of `chosen`, and the first slots of these."""
+        coded, unit, budget, size = self.coded, self.reader.unit, self.budget, self.group_length
         sinks = (self.sinks.first_slot, self.num_sink_tokens)
-        exact = [
-            decode.dense_segment(tail, slot=self.coded_length),
-            decode.dense_segment(self.sinks.states, first_slot=sinks[0], stop=self.coded_length),
-        ]
-        pages = self.group_length // unit
-        if self.summaries is None:
-            key = structs.coded_store(forms[0], coded.arena.planes[: self._num_key_planes], self.group_length)
-            estimate, estimated = structs.Estimate(key=key, per_slot=self.group_length), coded
-        else:
-            estimated = self.summaries
-            estimate = self.reader.estimate(estimated.arena.planes, self.fitted, forms[0].dim, pages)
-        structs.set_ids(estimate, estimated.block_ids)
+        fitted = [constant.contiguous() for constant in run.states(self.fitted)]  # alive while the kernel runs
+        query = run.queries(query, self.shapes[0].num_heads)
         call = ChosenCall(
-            exact if self.num_sink_tokens else exact[:1],
-            coded_units(forms, coded.arena.planes, self.group_length, unit),
-            estimate,
+            self._exact_segments(run, tail),
+            chosen,
+            self._estimate(run, fitted),
             Units(
-                *(unit, self.coded_length // unit, coded.block_ids, pages, count),
+                *(unit, self.coded_length // unit, coded.block_ids, size // unit, count),
                 *(budget.top_p, budget.group == "mean"),
             ),
             UnitSinks(*sinks, are_apart=True),
-            rows=self.batch_size,
+            rows=query.shape[0],
             num_heads=query.shape[1],
             sinks=sinks,
-            keeps_scores=self.reader.reads_keys,
+            # Scores with zeros are no scores.
+            keeps_scores=self.reader.reads_keys and chosen.struct.hides_sinks,
         )
-        output, slots = call.attend(query, scale, None if mask is None else as_float32(mask))
-        self._count_read(tail, slots.shape[2])
-        return output
+        return call.attend(query, scale, mask)
 
-    def _count_read(self, tail: list[torch.Tensor], units: int) -> None:
-        """Note that each row and head reads so many units, the summaries or keys of all, and what is exact."""
-        planes, group, unit = self.coded.arena.specs, self.group_length, self.reader.unit
-        keys, values = (
-            sum(plane.num_heads * plane.dim * plane.dtype.itemsize for plane in part)
-            for part in (planes[: self._num_key_planes], planes[self._num_key_planes :])
-        )
-        read = units * unit * values / group
-        if self.summaries is None:
-            read += self.coded.length * keys
+    def _estimate(self, run: HeadRun, fitted: list[torch.Tensor]) -> structs.Estimate:
+        """What the units of these heads are estimated by: summaries of their keys, or the keys as they are stored."""
+        size, estimated = self.group_length, self.summaries
+        if estimated is None:
+            estimated = self.coded
+            planes = run.planes_of(estimated.arena.planes)[: len(run.planes[0])]
+            estimate = structs.Estimate(key=structs.coded_store(run.forms[0], planes, size), per_slot=size)
         else:
-            form = self.codecs[0].stored_form(self.shapes[0])
-            # A byte of keys by the channel holds tokens of several pages, and all of a group share scales.
-            is_shared = form is not None and form.by_channel
-            read += units * (min(keys, keys * unit * 8 / (group * form.bits)) if is_shared else keys * unit / group)
+            planes = [plane[run.heads] for plane in estimated.arena.planes]
+            blocks = size // self.reader.block_size
+            estimate = self.reader.estimate(planes, fitted, run.shapes[0].dim, blocks)
+        structs.set_ids(estimate, estimated.block_ids)
+        return estimate
+
+    def _count_read(self, tail: list[torch.Tensor], taken: list[int]) -> None:
+        """Note that each head of each run reads so many units, the summaries or keys of all, and what is exact."""
+        unit, read = self.reader.unit, 0
+        for run, units in zip(self.runs, taken, strict=True):
+            of_run = list(zip(run.codecs, run.shapes, strict=True))
+            keys, values = (codec.group_bytes(shape) * self.coded.length for codec, shape in of_run)
+            most = [units * codec.unit_bytes(unit, shape) for codec, shape in of_run]
+            # Keys by which units are chosen are all read.
+            read += keys if self.reader.reads_keys else min(keys, most[0])
+            read += min(values, most[1])
+        if self.summaries is not None:
             read += self.summaries.length * self.summaries.arena.block_bytes
         exact = sum(state.nbytes for state in tail) + self.sinks.nbytes
         self.read_bytes = round(self.batch_size * read) + exact
@@ -113,8 +139,8 @@ class SparseCodedLayer(SparseCodedStore):
             slices = self._slices()
             scores = torch.cat([few_products(packed, self._decode(*part)[0]) for part in slices], dim=3)
         else:
-            pages = self.group_length // unit
-            summaries = [plane.unflatten(3, (pages, -1)).flatten(2, 3) for plane in self.summaries.materialize()]
+            blocks = self.group_length // self.reader.block_size
+            summaries = [plane.unflatten(3, (blocks, -1)).flatten(2, 3) for plane in self.summaries.materialize()]
             scores = self.reader.scores(packed, summaries, self.fitted)
         first = self.sinks.first_slot[:, None]
         units = torch.arange(scores.shape[3], device=self.device)
@@ -148,9 +174,10 @@ class SparseCodedLayer(SparseCodedStore):
     def _gathered(self, module, query, tail, mask, units: torch.Tensor, is_read: torch.Tensor):
         """Keys and values of sinks, chosen units and tail `[B, H, n, D]`, and their mask `[B, H, 1, n]`."""
         unit, heads = self.reader.unit, units.shape[1]
-        slots = (units.unsqueeze(3) * unit + torch.arange(unit, device=self.device)).flatten(2)  # [B, H, K * unit]
-        chosen = self._decoded_tokens(slots) if self.reader.reads_keys else self._decoded_pages(units)
-        states = [torch.cat(parts, dim=2) for parts in zip(self.sinks.states, chosen, tail, strict=True)]
+        slots = self._slots_of(units)
+        states = [
+            torch.cat(parts, dim=2) for parts in zip(self.sinks.states, self._decoded_units(units), tail, strict=True)
+        ]
         first = self.sinks.first_slot[:, None, None]
         is_sink = (slots >= first) & (slots < first + self.num_sink_tokens)
         is_there = is_read.repeat_interleave(unit, dim=2) & ~is_sink
@@ -166,30 +193,24 @@ class SparseCodedLayer(SparseCodedStore):
         every = torch.cat([exact_slots[..., :count], slots, exact_slots[..., count:]], dim=2)
         return states, restrict_mask(module, self._columns(mask, every).unsqueeze(2), allowed, query.dtype)
 
-    def _decoded_pages(self, units: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values `[B, H, K * unit, D]` of pages: of the groups that they lie in, no other one is decoded."""
+    def _decoded_units(self, units: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values `[B, H, K * unit, D]` of the chosen units, and of nothing else."""
         unit, size = self.reader.unit, self.group_length
-        pages = size // unit
-        groups = self.coded.device_ids[:, None].expand(-1, units.shape[1], -1).gather(2, units // pages)
-        heads = torch.arange(units.shape[1], device=self.device)[:, None]
-        planes = [plane[heads, groups] for plane in self.coded.arena.planes]  # [B, H, K, dim]
-        split = (planes[: self._num_key_planes], planes[self._num_key_planes :])
-        offsets = (units % pages * unit).unsqueeze(3) + torch.arange(unit, device=self.device)
-        index = (torch.arange(units.shape[2], device=self.device)[:, None] * size + offsets).flatten(2).unsqueeze(3)
-        decoded = (c.decode(part, s) for c, part, s in zip(self.codecs, split, self.shapes, strict=True))
-        return [state.gather(2, index.expand(-1, -1, -1, state.shape[3])) for state in decoded]
+        first, split = units * unit, self._num_key_planes
+        groups = self.coded.device_ids[:, None].expand(-1, units.shape[1], -1).gather(2, first // size)
+        planes = self.coded.arena.planes
+        keys, values = (
+            codec.decode_units(part, groups, first % size, unit, shape)
+            for codec, part, shape in zip(self.codecs, (planes[:split], planes[split:]), self.shapes, strict=True)
+        )
+        if self.rotary is not None:
+            # A head of a row is a row of its own, with positions of its own.
+            positions = (self._slots_of(units) - self.sinks.first_slot[:, None, None]).clamp(min=0)
+            turned = self.rotary.turn(keys.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1))
+            keys = turned.view(keys.shape).to(keys.dtype)
+        return [keys, values]
 
-    def _decoded_tokens(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values `[B, H, K, D]` of single tokens, decoded a slice of groups at a time."""
-        gathered = None
-        for start, stop in self._slices():
-            begin, end = start * self.group_length, stop * self.group_length
-            index = (slots - begin).clamp(0, end - begin - 1).unsqueeze(3)
-            is_here = ((slots >= begin) & (slots < end)).unsqueeze(3)
-            parts = [state.gather(2, index.expand(-1, -1, -1, state.shape[3])) for state in self._decode(start, stop)]
-            gathered = (
-                parts
-                if gathered is None
-                else [torch.where(is_here, part, whole) for part, whole in zip(parts, gathered, strict=True)]
-            )
-        return gathered
+    def _slots_of(self, units: torch.Tensor) -> torch.Tensor:
+        """The slots `[B, H, K * unit]` of units `[B, H, K]`."""
+        unit = self.reader.unit
+        return (units.unsqueeze(3) * unit + torch.arange(unit, device=self.device)).flatten(2)

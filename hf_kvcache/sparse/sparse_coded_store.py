@@ -43,9 +43,9 @@ class SparseCodedStore(CodedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        pages = self.group_length // self.reader.unit
+        blocks = self.group_length // self.reader.block_size
         if planes := self.reader.planes(*self.shapes[0]):
-            planes = tuple(Plane(plane.num_heads, plane.dim * pages, plane.dtype) for plane in planes)
+            planes = tuple(Plane(plane.num_heads, plane.dim * blocks, plane.dtype) for plane in planes)
             arena = Arena(self.context.pool(self.device), planes, block_size=1)
             self.summaries = BlockTable(arena, key_states.shape[0])
 

@@ -69,9 +69,8 @@ COMPRESSED = _reading(
     number=6,
 )
 
-# Readers that find what to read of encoded tokens, and encodings of which a part can be decoded.
+# Readers that find what to read of encoded tokens.
 _OF_ENCODED = ("index", "page_mean", "quest")
-_IN_PARTS = ("bnb8", "fp4", "fp8", "int2", "int4", "int8", "nf4", "turboquant")
 
 
 def check_reads_encoded(reading: str, encoding: str) -> None:
@@ -84,9 +83,4 @@ def check_reads_encoded(reading: str, encoding: str) -> None:
         raise ValueError(
             f"{reading!r} and {encoding!r} do not compose: {reading!r} reads exact keys. Of encoded tokens "
             f"{', '.join(map(repr, _OF_ENCODED))} find what to read: use one of them."
-        )
-    if encoding not in _IN_PARTS:
-        raise ValueError(
-            f"{reading!r} and {encoding!r} do not compose: {encoding!r} encodes the heads of a layer together, and "
-            f"each reads other tokens. Use one of {', '.join(map(repr, _IN_PARTS))}."
         )

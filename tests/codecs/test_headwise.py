@@ -13,7 +13,7 @@ SHAPE = Shape(num_heads=3, dim=32, dtype=torch.float32)
 
 def test_heads_are_encoded_by_their_own_codec_in_their_own_place():
     few, many = (KeyIntegerCodec(nbits, q_group_size=32, clip_search=False) for nbits in (2, 8))
-    codec = HeadwiseCodec([many, few, many])
+    codec = HeadwiseCodec([many, few, many], starts=[0, 1, 2])
     states = torch.randn(2, 3, 96, 32, generator=torch.Generator().manual_seed(0))
     encoded = codec.encode(states)
     assert [(p.num_heads, p.dim, p.dtype) for p in codec.planes(SHAPE)] == [
@@ -30,7 +30,7 @@ def test_heads_are_encoded_by_their_own_codec_in_their_own_place():
 def test_heads_that_are_encoded_alike_are_one_kind():
     few, many = (KeyIntegerCodec(nbits, q_group_size=32, clip_search=False) for nbits in (2, 8))
     value = ValueIntegerCodec(4, group_length=32, q_group_size=32, clip_search=False)
-    codecs = HeadCodecs(HeadwiseCodec([many, few, many]), value)
+    codecs = HeadCodecs(HeadwiseCodec([many, few, many], starts=[0, 1, 2]), value)
     assert codecs.pairs == [(many, value), (few, value)]
     assert codecs.heads == [[0, 2], [1]]
     # Groups of two rows, by head: 2, 1 and 0, then 1, 3 and 1.

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.statistics import LayerStatistics
-from hf_kvcache.codecs.transform import TransformKeyCodec, allocate, distortion, mixing
+from hf_kvcache.codecs.transform import TransformKeyCodec, mixing
+from hf_kvcache.codecs.water_filling import allocate, distortion
 
 HEADS, DIM, TOKENS = 3, 32, 512
 SHAPE = Shape(HEADS, DIM, torch.float32)

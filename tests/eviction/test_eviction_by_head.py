@@ -11,7 +11,8 @@ import torch
 from hf_kvcache.codecs import build_codecs
 from hf_kvcache.codecs.base import Shape
 from hf_kvcache.codecs.rotated import RotatedValueCodec, codebook
-from hf_kvcache.codecs.transform import allocate, mixing
+from hf_kvcache.codecs.transform import mixing
+from hf_kvcache.codecs.water_filling import allocate
 from hf_kvcache.eviction import kept_attention, kept_kernel
 from hf_kvcache.eviction.kept_layer import KeptLayer
 from hf_kvcache.eviction.kept_tokens import KeptTokens

@@ -92,6 +92,25 @@ def test_codecs_of_other_groups_are_read_in_place(name, path, kernel_calls, tiny
     assert len(kernel_calls) == (2 if path == "kernel" and name != "bnb8" else 0)  # a table of 256 is too long for it
 
 
+@pytest.mark.parametrize(
+    ("bits", "num_runs"),
+    [([[[2, 4, 4, 4], 4], 8], 2 + 1), ([[[4, 4, 8, 8], [8, 2, 2, 2]], [4, [2, 4, 2, 4]]], 3 + 4)],
+    ids=["keys", "both"],
+)
+def test_heads_of_other_widths_are_read_in_place(
+    bits, num_runs, path, kernel_calls, tiny_model, make_ids, left_pad, run
+):
+    """A call of the kernel for each run of neighbouring heads whose keys and values have the same widths."""
+    model = tiny_model("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+    ids, mask = left_pad(make_ids(3, LENGTH), [LENGTH, 90, 77])
+    cache = make_cache(model, "int4", bits=bits, **OPTIONS)
+    run(model, cache, ids[:, :-1], mask[:, :-1])
+    oracle = _Decoded(cache, model.config)
+    got = run(model, cache, ids[:, -1:], mask)
+    torch.testing.assert_close(got, run(model, oracle, ids[:, -1:], mask), rtol=1e-4, atol=1e-5)
+    assert len(kernel_calls) == (num_runs if path == "kernel" else 0)
+
+
 def test_the_kernel_reads_the_groups_of_beams_where_they_lie(kernel, tiny_model, make_ids, monkeypatch):
     """Beams that crossed over share some groups and own others: no plane of the groups is copied for a step."""
     model, ids = tiny_model("llama"), make_ids(2, LENGTH)
