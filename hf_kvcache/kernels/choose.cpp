@@ -135,10 +135,9 @@ class Chooser {
 
 }  // namespace
 
-extern "C" void hf_kvcache_decode(const Call* given);
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Choose, and attend to what is read.
-extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* given) {
+EXPORT void hf_kvcache_choose(Choice* given) {
   const Choice& choice = *given;
   const Call& attention = *choice.attention;
   const Estimates estimates(choice.estimate, attention, choice.num_units);
@@ -169,7 +168,13 @@ extern "C" __attribute__((visibility("default"))) void hf_kvcache_read(Choice* g
     std::fill(choice.ids + pair * room + taken[pair], choice.ids + pair * room + most, 0);
     std::fill(choice.slots + pair * room + taken[pair], choice.slots + pair * room + most, -1);
   }
-  Segment& chosen = choice.attention->segments[chosen_index(choice)];
-  chosen.length = most * choice.unit;
-  hf_kvcache_decode(choice.attention);
+}
+
+extern "C" void hf_kvcache_decode(const Call* given);
+
+// Choose, and attend to what is read.
+EXPORT void hf_kvcache_read(Choice* choice) {
+  hf_kvcache_choose(choice);
+  choice->attention->segments[chosen_index(*choice)].length = choice->taken * choice->unit;
+  hf_kvcache_decode(choice->attention);
 }

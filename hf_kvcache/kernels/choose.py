@@ -5,7 +5,7 @@ are read where they lie, in their stored form: other ones for each row and KV he
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,13 @@ def chosen_segment(planes: Sequence[torch.Tensor], dims: Sequence[int], unit: in
     return Segment(struct, planes[0].shape[0], tuple(planes))
 
 
+def unread_segment(dims: Sequence[int], unit: int, num_heads: int) -> Segment:
+    """Units of `unit` tokens to be chosen, and no more than that."""
+    struct = structs.Segment(unit=unit, group_length=unit)
+    struct.key.dim, struct.value.dim = dims
+    return Segment(struct, num_heads, ())
+
+
 def coded_units(forms: Sequence[StoredForm], planes: Sequence[torch.Tensor], group_length: int, unit: int) -> Segment:
     """Units of `unit` tokens of encoded groups, without the sinks among them, to be chosen; see `coded_segment`."""
     struct = structs.Segment(unit=unit, hides_sinks=1, stop=NO_STOP)
@@ -85,6 +92,7 @@ class ChosenCall:
         sinks: as for `decode.attend`.
         keeps_scores: the estimates of the chosen units, which are tokens, are their scores.
         rest: what stands for the units that are not read; None: nothing.
+        alive: copies that the estimate points into, and that nothing else keeps.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class ChosenCall:
         sinks: tuple[torch.Tensor, int] | None = None,
         keeps_scores: bool = False,
         rest: Rest | None = None,
+        alive: Sequence[torch.Tensor] = (),
     ):
         last = [] if rest is None else [dense_segment((rest.value, rest.value))]
         self.call = Call([*exact, chosen, *last], rows=rows, num_heads=num_heads, sinks=sinks)
@@ -109,7 +118,7 @@ class ChosenCall:
         self._shape = (rows, self.call.struct.heads, units.count)
         self._keeps_scores = keeps_scores
         self._alive = [part for segment in exact for part in segment.alive if isinstance(part, np.ndarray)]
-        self._alive.append(units.blocks)
+        self._alive += [units.blocks, *alive]
         self._chosen = segment = self.call.segments[len(exact)]
         segment.ids_row, segment.ids_head = self._shape[1] * units.count, units.count
         self.struct = choice = structs.Choice(estimate=estimate, attention=ctypes.addressof(self.call.struct))
@@ -137,6 +146,20 @@ class ChosenCall:
         Returns:
             `[B, 1, Hq, Dv]` in the query's dtype, and the first slot of each unit, int64 `[B, Hkv, K]`, -1 for none.
         """
+        slots = self._run(native.library().hf_kvcache_read, query, scaling, mask)
+        output = self.call.output.to(query.dtype)
+        self.call.output = None  # of this step only
+        return output, slots
+
+    def choose(self, query: torch.Tensor, scaling: float | None, mask: torch.Tensor | None) -> torch.Tensor:
+        """As `attend`, without attending: the slots alone."""
+        slots = self._run(native.library().hf_kvcache_choose, query, scaling, mask)
+        self.call.output = None
+        return slots
+
+    def _run(
+        self, function: Callable, query: torch.Tensor, scaling: float | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._rest is not None:  # as visible as the newest token
             exact = self.call.segments[: self._num_exact]
             self._rest.slot = max(segment.slot + segment.length for segment in exact) - 1
@@ -154,10 +177,9 @@ class ChosenCall:
             rest = torch.empty(*self._shape[:2], self.call.struct.queries)  # scores
             choice.rest = self._rest.scores = rest.data_ptr()
             self._rest.scores_row = 1
-        native.library().hf_kvcache_read(ctypes.byref(choice))
-        output = self.call.output.to(query.dtype)
-        self.call.query = self.call.mask = self.call.output = None  # of this step only
-        return output, found[1, :, :, : choice.taken]
+        function(ctypes.byref(choice))
+        self.call.query = self.call.mask = None  # of this step only
+        return found[1, :, :, : choice.taken]
 
     @property
     def read_length(self) -> int:

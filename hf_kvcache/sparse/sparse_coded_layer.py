@@ -16,7 +16,7 @@ from torch import nn
 
 from ..attention import can_merge, few_products
 from ..kernels import decode, native, structs
-from ..kernels.choose import ChosenCall, Units, UnitSinks, coded_units
+from ..kernels.choose import ChosenCall, Units, UnitSinks, coded_units, unread_segment
 from ..masks import as_float32, as_mask_for, restrict_mask, visible
 from ..quantization.coded_layer import SLICE_LENGTH
 from ..quantization.head_runs import HeadRun
@@ -61,29 +61,28 @@ class SparseCodedLayer(SparseCodedStore):
         for run in self.runs:
             planes = run.planes_of(self.coded.arena.planes)
             chosen = coded_units(run.forms, planes, self.group_length, self.reader.unit)
-            output, slots = self._run_kernel(run, chosen, query, tail, mask, scale, count)
+            own = run.queries(query, self.shapes[0].num_heads)
+            output, slots = self._call(run, chosen, own, tail, count).attend(own, scale, mask)
             outputs.append(output)
             taken.append(slots.shape[2])
         self._count_read(tail, taken)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def _choose_in_kernel(self, query, tail, mask, scale: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_choose`. The kernel attends to what it chooses: here each unit is one of zeros, for an unused output."""
+        """As `_choose`."""
         unit, run = self.reader.unit, self.runs[0]
-        zeros = [torch.zeros(1, 1, 1, shape.dim).expand(1, shape.num_heads, unit, -1) for shape in self.shapes]
-        chosen = decode.dense_segment(zeros)
-        chosen.struct.unit = chosen.struct.group_length = unit
+        chosen = unread_segment([shape.dim for shape in self.shapes], unit, self.shapes[0].num_heads)
         mask = None if mask is None else as_float32(mask)
-        slots = self._run_kernel(run, chosen, query, tail, mask, scale, count)[1]
+        query = run.queries(query, self.shapes[0].num_heads)
+        slots = self._call(run, chosen, query, tail, count).choose(query, scale, mask)
         return slots.clamp(min=0) // unit, slots >= 0
 
-    def _run_kernel(self, run: HeadRun, chosen, query, tail, mask, scale: float, count: int):
-        """Attention of these heads to sinks, tail and units of `chosen`, and the first slots of these."""
+    def _call(self, run: HeadRun, chosen, query, tail, count: int) -> ChosenCall:
+        """Of these heads and their queries, to sinks, tail and units of `chosen`."""
         coded, unit, budget, size = self.coded, self.reader.unit, self.budget, self.group_length
         sinks = (self.sinks.first_slot, self.num_sink_tokens)
-        fitted = [constant.contiguous() for constant in run.states(self.fitted)]  # alive while the kernel runs
-        query = run.queries(query, self.shapes[0].num_heads)
-        call = ChosenCall(
+        fitted = [constant.contiguous() for constant in run.states(self.fitted)]
+        return ChosenCall(
             self._exact_segments(run, tail),
             chosen,
             self._estimate(run, fitted),
@@ -95,10 +94,9 @@ class SparseCodedLayer(SparseCodedStore):
             rows=query.shape[0],
             num_heads=query.shape[1],
             sinks=sinks,
-            # Scores with zeros are no scores.
-            keeps_scores=self.reader.reads_keys and chosen.struct.hides_sinks,
+            keeps_scores=self.reader.reads_keys,
+            alive=fitted,
         )
-        return call.attend(query, scale, mask)
 
     def _estimate(self, run: HeadRun, fitted: list[torch.Tensor]) -> structs.Estimate:
         """What the units of these heads are estimated by: summaries of their keys, or the keys as they are stored."""

@@ -31,7 +31,7 @@ class Oracle:
     def __init__(self, monkeypatch):
         self.steps = self.in_kernel = 0
         self.shares = []  # of the encoded tokens that were read
-        attend, in_kernel = SparseCodedLayer._attend, SparseCodedLayer._run_kernel
+        attend, in_kernel = SparseCodedLayer._attend, SparseCodedLayer._call
 
         def checked(layer, base, module, query, tail, mask, args, kwargs):
             output, weights = attend(layer, base, module, query, tail, mask, args, kwargs)
@@ -47,7 +47,7 @@ class Oracle:
             return in_kernel(*args)
 
         monkeypatch.setattr(SparseCodedLayer, "_attend", checked)
-        monkeypatch.setattr(SparseCodedLayer, "_run_kernel", counted)
+        monkeypatch.setattr(SparseCodedLayer, "_call", counted)
 
     def _attend(self, layer, query, tail, mask, scaling):
         coded, first = layer._decode(0, layer.coded.stop), layer.sinks.first_slot
