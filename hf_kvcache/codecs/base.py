@@ -28,12 +28,12 @@ class StoredForm(NamedTuple):
             channels (`codecs.packing`); `[D, G]`, packed along the tokens, if `by_channel`. "high": the third bits of
             3-bit codes, packed apart. "scale": float16 `[G, D / block]`; `[D]` if `by_channel`. "zero": as "scale"; of
             values, and of keys `by_channel`. "mean": float16 `[D]`, of keys.
-        element: "codes", which stand for entries of `table`; "int8", unsigned; or "float8", e4m3, not `by_channel`.
+        element: "codes", as `table` says; "int8", unsigned; or "float8", e4m3, not `by_channel`.
         bits: of an element: 2, 3 (not `by_channel`), 4 or 8.
         dim: D.
         block: channels that share a scale; divides D, and 16 divides it.
         by_channel: whether a scale and a zero point belong to a channel of the group instead of a token; of keys.
-        table: float32 `[16]`, what codes stand for, repeated to fill it.
+        table: float32 `[16]`, what codes stand for, repeated to fill it; None: for themselves.
         rotation: float32 `[D, D]`, orthogonal, or None.
     """
 

@@ -91,7 +91,7 @@ def decode_stored(
             found = found | unpack(of_tokens(of["high"]), 1) << 2
         names = [name for name in ("scale", "zero") if name in of]
         ranges = [of_tokens(of[name]).repeat_interleave(form.block, dim=3) for name in names]
-    values = look_up(form.table, found) if form.element == "codes" else found.float()
+    values = found.float() if form.table is None else look_up(form.table, found)
     values = values * ranges[0].float()
     if len(ranges) > 1:
         values += ranges[1].float()

@@ -7,13 +7,11 @@ Paper: Liu et al. 2024, KIVI, https://arxiv.org/abs/2402.02750 (section 3).
 Differs from the paper: ranges may be shrunk where that lowers the squared error (`clip_search`), and sinks are exact.
 """
 
-import functools
-
 import torch
 
 from ..blocks.arena import Plane
 from .base import Codec, Shape, StoredForm
-from .packing import fill_table, pack, unpack
+from .packing import pack, unpack
 
 # Shrunken ranges that are tried; the best by squared error is kept.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
@@ -38,11 +36,6 @@ def quantize(states: torch.Tensor, nbits: int, shrinks: tuple[float, ...]) -> tu
             best_error = torch.minimum(error, best_error)
     codes, scale, zero = best
     return codes.to(torch.uint8), scale.half().squeeze(-1), zero.half().squeeze(-1)
-
-
-@functools.cache
-def _table(nbits: int) -> torch.Tensor:
-    return fill_table(torch.arange(2.0**nbits))
 
 
 class _IntegerCodec(Codec):
@@ -71,7 +64,6 @@ class _IntegerCodec(Codec):
             dim=shape.dim,
             block=self.q_group_size,
             by_channel=self.is_by_channel,
-            table=None if self.nbits == 8 else _table(self.nbits),
         )
 
 

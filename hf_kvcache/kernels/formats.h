@@ -100,6 +100,24 @@ struct Codes {
   static Vec vec(const Row& row, const Place& place) { return look_up(row.table, place.codes(row.bytes)); }
 };
 
+// Codes that stand for themselves.
+template <class P>
+struct Integers {
+#if AVX512
+  using Place = P;  // a step less than to mask and convert
+  static Vec vec(const Row& row, const Place& place) { return look_up(row.table, place.codes(row.bytes)); }
+#else
+  struct Place {
+    P place;
+    IntVec mask;
+    Place(int first, int length, int bits) : place(first, length, bits), mask(IntVec{} + ((1 << bits) - 1)) {}
+  };
+  static Vec vec(const Row& row, const Place& of) {
+    return __builtin_convertvector(of.place.codes(row.bytes) & of.mask, Vec);
+  }
+#endif
+};
+
 // A plane of the lower two bits and a plane of the third.
 template <class Low, class High>
 struct Codes3 {

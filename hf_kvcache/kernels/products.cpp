@@ -194,8 +194,11 @@ const Products& products_for(Form form, int length, int bits) {
   static constexpr Products float32 = products<Dense<Float32>>(), bfloat16 = products<Dense<BFloat16>>();
   static constexpr Products float16 = products<Dense<Float16>>(), float8 = products<Dense<Float8>>();
   static constexpr Products signed8 = products<Dense<Signed8>>();
-  static constexpr Products int8 = products<Dense<Int8>, true>(), whole = products<Codes<Whole>, true>();
-  static constexpr Products halves = products<Codes<Halves>, true>(), lanes = products<Codes<Lanes>, true>();
+  static constexpr Products int8 = products<Dense<Int8>, true>();
+  static constexpr Products codes[] = {products<Codes<Whole>, true>(), products<Codes<Halves>, true>(),
+                                       products<Codes<Lanes>, true>()};
+  static constexpr Products integers[] = {products<Integers<Whole>, true>(), products<Integers<Halves>, true>(),
+                                          products<Integers<Lanes>, true>()};
   static constexpr Products whole3 = products<Codes3<Whole, Halves>>(), lanes3 = products<Codes3<Lanes, Lanes>>();
   static constexpr Products index2 = index_products<2>(), index4 = index_products<4>();
   switch (form) {
@@ -206,10 +209,11 @@ const Products& products_for(Form form, int length, int bits) {
     case kInt8: return int8;
     case kSigned8: return signed8;
     case kIndex: return bits == 4 ? index4 : index2;
-    case kCodes: break;
+    case kCodes:
+    case kIntegers: break;
   }
   // Whole vectors of two bits and half vectors of one, or neither.
   if (bits == 3) return length % (4 * kLanes) == 0 ? whole3 : lanes3;
-  const int segment = length * bits / 8;
-  return segment % kLanes == 0 ? whole : segment % (kLanes / 2) == 0 ? halves : lanes;
+  const int segment = length * bits / 8, fit = segment % kLanes == 0 ? 0 : segment % (kLanes / 2) == 0 ? 1 : 2;
+  return (form == kIntegers ? integers : codes)[fit];
 }

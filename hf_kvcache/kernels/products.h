@@ -45,6 +45,6 @@ struct Products {
 };
 
 // Numbers that structs.py knows too.
-enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex, kSigned8 };
+enum Form { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kCodes, kIndex, kSigned8, kIntegers };
 
 const Products& products_for(Form form, int length, int bits);

@@ -11,8 +11,10 @@ from ..codecs.packing import fill_table
 
 # Numbers of `enum Form` in products.h.
 _FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 7}
-_FORMS |= {"float8": 3, "int8": 4, "codes": 5, "index": 6}
+_FORMS |= {"float8": 3, "int8": 4, "codes": 5, "index": 6, "integers": 8}
 
+# What codes stand for that stand for themselves.
+_INTEGERS = {bits: fill_table(torch.arange(2**bits)) for bits in (2, 4)}
 
 # Bytes of a row of codes that the kernel multiplies as such, and what codes stand for where rows have others.
 _INDEX_BYTES = (4, 8, 16, 32, 64, 128, 256)
@@ -167,13 +169,15 @@ def coded_store(form: StoredForm, planes: Sequence[torch.Tensor], group_length: 
     """Planes `[H, blocks, *]` of a codec: all rows lie in them, and a block is a group of tokens."""
     assert group_length % 16 == form.dim % form.block == form.block % 16 == 0, f"vectors of 16: {group_length}, {form}"
     assert not form.by_channel or (form.bits != 3 and form.element != "float8"), f"no such kernel: {form}"
-    store = Store(form=_FORMS[form.element], bits=form.bits, dim=form.dim, block=form.block)
+    is_integer = form.element == "codes" and form.table is None
+    element = "integers" if is_integer else form.element
+    store = Store(form=_FORMS[element], bits=form.bits, dim=form.dim, block=form.block)
     store.is_columns = form.by_channel
     # Codes of 3 bits lie in a plane of 2 bits and one of 1.
     length = group_length if form.by_channel else form.dim
     store.stride, store.high_stride = length * (2 if form.bits == 3 else form.bits) // 8, length // 8
-    if form.table is not None:
-        store.table = form.table.data_ptr()
+    if form.element == "codes":
+        store.table = (_INTEGERS[form.bits] if is_integer else form.table).data_ptr()
     if form.rotation is not None:
         store.rotation = form.rotation.data_ptr()
     for name, plane in zip(form.planes, planes, strict=True):

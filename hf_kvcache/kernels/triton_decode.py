@@ -142,21 +142,14 @@ def _store(form: Any, planes: Sequence[torch.Tensor], device: torch.device) -> _
     named = dict(zip(form.planes, planes, strict=True))
     if form.element == "float8":
         named["codes"] = named["codes"].view(torch.uint8)
-    table = None if form.table is None else _table(form.table, 2**form.bits, device)
-    return _Store(named, table, None if form.rotation is None else _moved(form.rotation, device))
+    table, rotation = (None if part is None else _moved(part, device) for part in (form.table, form.rotation))
+    return _Store(named, table, rotation)
 
 
 # Tables and rotations, a few for each codec, go to the device once.
 @functools.lru_cache(maxsize=256)
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device).contiguous()
-
-
-@functools.lru_cache(maxsize=256)
-def _table(table: torch.Tensor, size: int, device: torch.device) -> torch.Tensor | None:
-    """The table on the device, or None if codes stand for themselves."""
-    is_identity = table[:size].tolist() == list(range(size))
-    return None if is_identity else _moved(table, device)
 
 
 def _split(programs: int, num_groups: int, device: torch.device) -> tuple[int, int]:
