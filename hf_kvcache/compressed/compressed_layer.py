@@ -183,8 +183,8 @@ class CompressedLayer(ReadingLayer):
     def _cluster_call(self, num_heads: int) -> ClusterCall:
         """The call of this step: that of the last one, while what it points to is where it was."""
         versions = (self.table.version, *(side.version for side in self.sides.values()))
-        key = (self.segments, self.border, num_heads, versions)
-        if self._call is None or self._call[0] != key or self.first.is_padded:
+        key = (self.segments, self.border, num_heads, versions, self.first.version)
+        if self._call is None or self._call[0] != key:
             self._call = (key, cluster_call(self, num_heads))
         else:
             self._call[1].extend(1, self.seen - self.border)

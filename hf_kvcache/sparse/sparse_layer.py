@@ -128,8 +128,8 @@ class SparseReadLayer(ReadingLayer):
     def _chosen_call(self, num_heads: int) -> ChosenCall | None:
         """The call of this step: that of the last one, while what it points to is where it was."""
         candidates = self._num_candidates()
-        key = (candidates, num_heads, self.table.version, self.estimated.version)
-        if self._call is None or self._call[0] != key or self.first.is_padded:
+        key = (candidates, num_heads, self.table.version, self.estimated.version, self.first.version)
+        if self._call is None or self._call[0] != key:
             sink_units = min(self._num_sink_units, candidates // self.reader.unit)
             call = chosen_call(self, candidates, self._num_chosen(candidates), sink_units, num_heads)
             self._call = (key, call, self._costs())
