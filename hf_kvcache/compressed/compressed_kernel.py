@@ -50,13 +50,8 @@ def cluster_call(layer: "CompressedLayer", num_heads: int) -> ClusterCall:
 
 def _single(layer: "CompressedLayer", border: int, dims: list[int]) -> decode.Segment:
     """Sinks, other ones in each row, and what follows the clustered tokens up to a block border: token by token."""
-    begin, table, sinks = layer.clustered_length, layer.table, layer.budget.num_sink_tokens
-    size, rows = table.arena.block_size, layer.batch_size
-    first = layer.first.slots.numpy()[:, None] + np.arange(sinks)
-    is_read = first < begin  # the others are among the newer ones
-    newer = np.broadcast_to(np.arange(begin, border), (rows, border - begin))
-    slots = np.concatenate([np.where(is_read, first, 0), newer], axis=1)
-    is_read = np.concatenate([is_read, np.ones_like(newer, dtype=bool)], axis=1)
+    table, size = layer.table, layer.table.arena.block_size
+    slots, is_read = (part.numpy() for part in layer.exact_slots(border))
     places = np.take_along_axis(table.block_ids, slots // size, axis=1) * size + slots % size
     seen = np.where(is_read, slots, -1)
     return decode.run_segment(table.arena.planes, places, dims, 1, length=slots.shape[1], slots=seen)

@@ -156,7 +156,7 @@ class CompressedLayer(ReadingLayer):
         planes = self.sides["clusters"].materialize()
         keys, values = self.store.states(planes, self.mean_key)
         begins, sizes, masses, radii = (plane.squeeze(-1) for plane in planes[-4:])
-        scores = few_products(packed, keys).float().add_(masses.unsqueeze(2))
+        scores = few_products(packed, keys).add_(masses.unsqueeze(2))
         reach = self.spread * packed.float().norm(dim=-1, keepdim=True) * radii.unsqueeze(2)
         chosen, tokens, is_read = self._choose(scores, reach, anyway.logsumexp(dim=-1), begins.long(), sizes.long())
         members = gather_units(self.table, tokens, 1)
@@ -199,13 +199,8 @@ class CompressedLayer(ReadingLayer):
 
     def _exact(self, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Sinks and the tokens that are not clustered: keys and values `[B, H, n, D]`, and 0 or -inf, `[B, H, n]`."""
-        begin, sinks = self.clustered_length, self.budget.num_sink_tokens
-        states = self.table.materialize(begin)
-        slots = self.first.slots[:, None] + torch.arange(sinks, device=self.device)
-        is_read = slots < begin  # the others are among the newer ones
-        newer = torch.arange(begin, self.seen, device=self.device).expand(len(slots), -1)
-        slots = torch.cat([slots * is_read, newer], dim=1)
-        is_read = torch.cat([is_read, torch.ones_like(newer, dtype=torch.bool)], dim=1)
+        sinks, states = self.budget.num_sink_tokens, self.table.materialize(self.clustered_length)
+        slots, is_read = self.exact_slots(self.seen)
         if mask is not None:
             is_read = is_read & visible(mask[:, 0, 0]).expand(len(slots), -1).gather(1, slots)
         heads = states[0].shape[1]
@@ -213,6 +208,15 @@ class CompressedLayer(ReadingLayer):
         states = [torch.cat(pair, dim=2) for pair in zip(first, states, strict=True)]
         bias = torch.zeros(slots.shape, device=self.device).masked_fill_(~is_read, -math.inf)
         return states, bias.unsqueeze(1).expand(-1, heads, -1)
+
+    def exact_slots(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots `[B, n]` of sinks and of what is not clustered, before `stop`; which count: the others are 0."""
+        begin = self.clustered_length
+        first = self.first.slots[:, None] + torch.arange(self.budget.num_sink_tokens, device=self.device)
+        is_read = first < begin  # the others are among the newer ones
+        newer = torch.arange(begin, stop, device=self.device).expand(len(first), -1)
+        counts = torch.cat([is_read, torch.ones_like(newer, dtype=torch.bool)], dim=1)
+        return torch.cat([first * is_read, newer], dim=1), counts
 
     def _choose(
         self,

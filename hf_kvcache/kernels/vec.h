@@ -147,10 +147,11 @@ inline Vec sums(Vec* vecs) {
   const Vec high = add(add(vecs[4], vecs[5]), add(vecs[6], vecs[7]));
   return (Vec)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x20) +
          (Vec)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x31);
-#endif
+#else
   for (int count = kLanes / 2; count; count /= 2)
     for (int i = 0; i < count; ++i) vecs[i] = add_pairs(vecs[2 * i], vecs[2 * i + 1]);
   return vecs[0];
+#endif
 }
 
 inline float sum(Vec vec) {

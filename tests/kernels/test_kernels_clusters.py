@@ -57,7 +57,7 @@ def test_however_many_heads_share_keys(heads, top_p, tiny_model, steps_of):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits(dtype, tiny_model, steps_of):
-    """The kernel computes in float32: it is nearer to the same weights in float32 than PyTorch is."""
+    """The kernel computes in float32: it is about as near to the same weights in float32 as PyTorch, or nearer."""
     got, rounded = steps_of(tiny_model("llama").to(dtype), [PROMPT, 100])
     full, _ = steps_of(tiny_model("llama").to(dtype).float(), [PROMPT, 100])
     errors = [(output.float() - full).square().mean() for output in (got, rounded)]
