@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 # A change to what any stored byte or integer means, codecs included, is a new version.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 def save_cache(cache: "KVCache", model: PreTrainedModel, path: str | os.PathLike) -> None:

@@ -124,7 +124,7 @@ def test_every_changed_byte_is_refused(saved):
 def test_formats_that_this_version_does_not_read(saved):
     model, path = saved
     rewrite(path, version=saving.FORMAT_VERSION + 1)
-    with pytest.raises(ValueError, match=r"has format 4 and this version reads format 3: upgrade hf_kvcache"):
+    with pytest.raises(ValueError, match=r"has format 5 and this version reads format 4: upgrade hf_kvcache"):
         load_cache(model, path)
     rewrite(path, version=0)
     with pytest.raises(ValueError, match="run the prompt again"):
